@@ -37,11 +37,11 @@ export function Timeline({timing, turnPlace, onTurn}) {
         <${Bar} number=${number} parts=${parts} place=${turnPlace(number)} onTurn=${onTurn} />
       </li>`)}
       ${behind.map(([kind, name, time]) => time > 0 ? html`<li key=${kind} style=${{width: widthOf(time, length)}} title=${name + ': ' + seconds(time)}>
-        <span class="bar"><span class=${'part ' + kind} style=${{flexGrow: 1}}></span></span></li>` : null)}
+        <span class="turn-bar"><span class=${'part ' + kind} style=${{flexGrow: 1}}></span></span></li>` : null)}
     </ol>
     <div class="axis" aria-hidden="true">${ticksOf(length).map((time) =>
       html`<span key=${time} style=${{left: widthOf(time, length)}}>${time ? seconds(time) : '0'}</span>`)}</div>
-    <${TimeSums} turns=${turns} behind=${behind} length=${length} />
+    <${TimeSums} turns=${turns} behind=${behind} length=${length} wall=${timing.wall_s} />
   </section>`;
 }
 
@@ -55,7 +55,7 @@ function Bar({number, parts, place, onTurn}) {
     onTurn(number);
   };
   return html`<a href=${place} aria-label=${label} title=${label} onClick=${clicked}>
-    <span class="bar">${KINDS.map(([kind]) =>
+    <span class="turn-bar">${KINDS.map(([kind]) =>
       parts[kind] > 0 ? html`<span key=${kind} class=${'part ' + kind} style=${{flexGrow: parts[kind] / total(parts)}}></span>` : null)}</span>
     <span class="turn-number" aria-hidden="true">${number}</span>
   </a>`;
@@ -71,13 +71,14 @@ function ticksOf(length) {
   return times;
 }
 
-function TimeSums({turns, behind, length}) {
+function TimeSums({turns, behind, length, wall}) {
   const sumOf = (kind) =>
     turns.reduce((sum, {parts}) => sum + parts[kind], 0) + behind.reduce((sum, [other, , time]) => sum + (other === kind ? time : 0), 0);
   const rows = KINDS.map(([kind, name]) => ({kind, name, time: sumOf(kind)})).filter(({time}) => time > 1e-9);
   return html`<ul class="sums">
     ${rows.map(({kind, name, time}) => html`<li key=${kind}>
-      <span class=${'swatch part ' + kind} aria-hidden="true"></span>${name} <b class="num">${seconds(time)}</b>
+      <span class=${'kind part ' + kind} aria-hidden="true"></span>${name} <b class="num">${seconds(time)}</b>
       <span class="muted"> ${time / length < 0.01 ? 'under 1%' : percent(time / length, 0)}</span></li>`)}
+    ${wall && wall < 0.99 * length ? html`<li class="muted">side by side, so it took ${seconds(wall)} in all</li>` : null}
   </ul>`;
 }

@@ -226,7 +226,7 @@ function TokenFacts({facts}) {
 
   return html`<p class="token-text"><code>${shownText(facts.text || '')}</code></p>
     <p><span class=${'token ' + facts.state}>${stateWords(facts)}</span></p>
-    <dl class="facts">${rows.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>
+    <dl class="fact-list">${rows.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>
     ${facts.alternatives.length ? html`<${Alternatives} rows=${facts.alternatives} chosen=${facts.id} />` : null}`;
 }
 
@@ -245,7 +245,7 @@ function SpanFacts({span}) {
   const ids = (span.ids || []).slice(0, 24).join(' ');
   const state = stateAt(span, 0);
   return html`<p><span class=${'token ' + state.state}>${stateWords(state)}</span></p>
-    <dl class="facts">
+    <dl class="fact-list">
       <div><dt>from</dt><dd>${originName(span.origin)}</dd></div>
       <div><dt>ids</dt><dd>${whole(span.length)}, from position ${whole(span.start)}</dd></div>
     </dl>

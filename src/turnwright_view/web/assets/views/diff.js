@@ -46,7 +46,7 @@ function PairHead({pair, run, row}) {
     </nav>
     <h1>${taskText(one) || 'task ' + one.row.task}</h1>
     <p>${sentenceOf(one, other)}</p>
-    <div class="pair">${pair.map((episode, side) => html`<div key=${side} class="side">
+    <div class="two-sides">${pair.map((episode, side) => html`<div key=${side} class="side">
       <h2><a href=${episodePlace(run, episode.key)}>${nameOf(episode)}</a></h2>
       <div class="row badges"><${Reward} value=${episode.row.reward} /><${Advantage} value=${episode.row.advantage} reason=${episode.row.reason} /><${Stop} row=${episode.row} /></div>
       <p class="muted small">${[plural(episode.turns.length, 'turn'), plural(episode.row.tokens, 'token'), seconds(episode.wall_s)].join(' · ')}</p>
@@ -92,12 +92,9 @@ function TurnPair({pair, index, run}) {
     <div class="turn-head"><h2 id=${id}>Turn ${index + 1}</h2>
       <p class="small muted">${isSame ? 'the same reply' : told(turns, changed)}</p></div>
     ${index === 0 ? html`<${Given} messages=${turns.map((turn) => (turn ? turn.messages : []))} run=${run} title="what was asked" />` : null}
-    <div class="pair">${pair.map((episode, side) => html`<div key=${side} class="side">
-      <p class="visually-hidden">${nameOf(episode)}</p>
-      ${turns[side]
-        ? html`<${ComparedReply} pieces=${replies[side]} changed=${changes[side]} side=${side} isSame=${isSame} />`
-        : html`<p class="muted">has ended</p>`}
-    </div>`)}</div>
+    ${isSame ? html`<${ComparedReply} name="both" pieces=${replies[0]} changed=${changes[0]} side=${0} isSame=${true} />` : html`<div class="two-sides">
+      ${pair.map((episode, side) => html`<${ComparedReply} key=${side} name=${nameOf(episode)} pieces=${replies[side]} changed=${changes[side]}
+        side=${side} hasEnded=${!turns[side]} />`)}</div>`}
     <${Given} messages=${pair.map((episode) => answerTo(episode, index))} run=${run} title="what the world answered" />
   </section>`;
 }
@@ -107,9 +104,10 @@ function told(turns, changed) {
   return changed.map((count) => plural(count, 'id')).join(' against ') + ' differ';
 }
 
-function ComparedReply({pieces, changed, side, isSame}) {
+function ComparedReply({name, pieces, changed, side, isSame = false, hasEnded = false}) {
+  if (hasEnded) return html`<div class="message"><p class="author">${name}</p><p class="muted content">has ended</p></div>`;
   const segments = segmentsOf(pieces, changed);
-  return html`<div class=${'message of-model' + (isSame ? ' same' : '')}><p class="author">assistant</p>
+  return html`<div class=${'message of-model' + (isSame ? ' same' : '')}><p class="author">${name}</p>
     <div class="content"><pre class="compared">${segments.map((segment) => segment.changed
       ? html`<mark key=${segment.from} class=${side ? 'added' : 'removed'} data-from=${segment.from} data-to=${segment.to}>${segment.text}</mark>`
       : html`<span key=${segment.from}>${segment.text}</span>`)}</pre></div></div>`;
@@ -122,7 +120,7 @@ function Given({messages, run, title}) {
   if (JSON.stringify(one) === JSON.stringify(other))
     return html`<details class="given"><summary class="small muted">${title}: the same ${plural(one.length, 'message')}</summary>
       ${one.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`)}</details>`;
-  return html`<div class="pair">${messages.map((list, side) => html`<div key=${side} class="side">
+  return html`<div class="two-sides">${messages.map((list, side) => html`<div key=${side} class="side">
     ${list.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`)}
     ${list.length ? null : html`<p class="muted small">${title}: nothing</p>`}
   </div>`)}</div>`;

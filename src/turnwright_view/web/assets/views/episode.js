@@ -63,7 +63,7 @@ export function Episode({place, row, ready}) {
     changeQuery({view: isHere ? place.query.get('view') : '', turn: number});
     showTurn(number); // also where the address names this turn already
   };
-  return html`<div key=${episode.key} class="episode" aria-busy=${stale ? 'true' : null}>
+  return html`<div key=${episode.key} class="one-episode" aria-busy=${stale ? 'true' : null}>
     <${EpisodeHead} episode=${episode} run=${run} row=${row} rival=${rival} placeOf=${placeOf} />
     <${Timeline} timing=${episode.timing} turnPlace=${turnPlace} onTurn=${toShownTurn} />
     <nav class="views" aria-label="views of the episode">${VIEW_NAMES.map((name, index) => html`<a key=${name}
@@ -120,10 +120,12 @@ function EpisodeHead({episode, run, row, rival, placeOf}) {
 
 const MAX_TITLE = 240;
 
+// What an episode begins with.
+export const givenIn = (episode) => (episode.turns.length ? episode.turns[0].messages : episode.opening);
+
 // What was asked, without what the system said before it.
 export function taskText(episode) {
-  const first = episode.turns.length ? episode.turns[0].messages : episode.opening;
-  const asked = first.find((message) => message.role !== 'system' && message.text.trim());
+  const asked = givenIn(episode).find((message) => message.role !== 'system' && message.text.trim());
   const text = asked ? asked.text.trim() : episode.row.prompt;
   return text.length > MAX_TITLE ? text.slice(0, MAX_TITLE) + ' …' : text;
 }
@@ -139,13 +141,15 @@ function Finding({finding}) {
   return html`<div class="finding">
     <p>⚠ <b>${finding.cause}</b> ${finding.turn >= 0 ? 'in turn ' + (finding.turn + 1) + ': ' : ''}${finding.sentence}</p>
     <details><summary>what was sampled, and what was sent</summary>
-      <dl class="facts">${finding.columns.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd><code>${text}</code></dd></div>`)}</dl>
+      <dl class="fact-list">${finding.columns.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd><code>${text}</code></dd></div>`)}</dl>
     </details>
   </div>`;
 }
 
 function Moves({episode, run, rival, placeOf}) {
-  const comparison = rival && 'difference to ' + (rival.reward > episode.row.reward ? 'the best' : 'the worst');
+  let comparison = 'difference to a sibling';
+  if (rival && rival.reward > episode.row.reward) comparison = 'difference to the best';
+  else if (rival && rival.reward < episode.row.reward) comparison = 'difference to the worst';
   return html`<nav class="moves row small" aria-label="other episodes">
     ${episode.previous ? html`<a href=${placeOf(episode.previous)}>← previous <kbd>p</kbd></a>` : null}
     ${episode.next ? html`<a href=${placeOf(episode.next)}>next → <kbd>n</kbd></a>` : null}
@@ -281,7 +285,6 @@ function spanFacts(span, number) {
   if (span.origin === 'model' && span.policy) facts.push('policy ' + span.policy);
   facts.push(plural(span.length, 'id') + ' from position ' + whole(span.start));
   facts.push(span.parent >= 0 ? 'after ' + span.parent : 'a beginning');
-  for (const [from, to, state, reason] of span.state || [])
-    if (state !== 'trained' || (span.state || []).length > 1) facts.push(whole(to - from) + ' ' + stateWords({state, reason}));
+  if (span.origin === 'model') for (const [from, to, state, reason] of span.state || []) facts.push(whole(to - from) + ' ' + stateWords({state, reason}));
   return facts;
 }

@@ -4,10 +4,10 @@ import {answerTo, commonStart, partingTurn, repliesOf, replyOf, textOf} from '..
 import {html, useEffect, useLoaded, useMemo} from '../dom.js';
 import {figure, plural, signed} from '../format.js';
 import {moveFocus, useViewKeys} from '../keys.js';
-import {plainText} from '../messages.js';
+import {Images, plainText} from '../messages.js';
 import {Reward, Stop, stepName} from '../parts.js';
 import {source} from '../source.js';
-import {taskText} from './episode.js';
+import {givenIn, taskText} from './episode.js';
 
 const MOST_ROWS = 64;
 const MOST_SHOWN = 16; // siblings that are read whole
@@ -65,6 +65,7 @@ function GroupHead({group, run, row, groupKey}) {
       <a href=${listPlace(run, {task})}>task ${task}</a>
     </nav>
     <h1>${taskText(first) || 'task ' + task}</h1>
+    <${Images} images=${givenIn(first).flatMap((message) => message.images)} run=${run} />
     <div class="row badges">
       <span class="badge">${plural(group.rows.length, 'sibling')}</span>
       ${rewards.length ? html`<span class="badge">mean reward ${figure(mean)}</span><span class="badge">spread ${figure(spread)}</span>
@@ -110,8 +111,8 @@ function ReplyCount({reply, of}) {
   return html`<li class="reply-count">
     <span class="share" aria-hidden="true"><span style=${{width: (100 * reply.siblings.length) / of + '%'}}></span></span>
     <span class="num count">${reply.siblings.length} ×</span>
+    <span><${Reward} value=${reply.reward} label="mean reward" /></span>
     <code>${text || '(nothing)'}</code>
-    <span class="mean small">mean <${Reward} value=${reply.reward} label="reward" /></span>
   </li>`;
 }
 
@@ -140,17 +141,16 @@ function Sibling({episode, best, turns, run}) {
   const name = 'sample ' + row.sample + (row.attempt ? ', attempt ' + (row.attempt + 1) : '');
   return html`<tr class="sibling" data-key=${episode.key}>
     <th scope="row">
-      <p><a class="sample" href=${episodePlace(run, episode.key)}>${name}</a>${isBest ? html`${' '}<b class="small">best</b>` : null}</p>
-      <p><${Reward} value=${row.reward} /></p>
+      <p class="row"><a class="sample" href=${episodePlace(run, episode.key)}>${name}</a><${Reward} value=${row.reward} label="" /></p>
       <p class="small muted">${row.reason ? 'not trained: ' + row.reason : 'advantage ' + signed(row.advantage)}</p>
       ${row.stop !== 'done' || row.error ? html`<p><${Stop} row=${row} /></p>` : null}
-      ${!isBest ? html`<p class="small"><a href=${diffPlace(run, best.key, episode.key)} aria-label=${'difference of ' + name + ' to the best'}>difference</a></p>` : null}
+      <p class="small">${isBest ? html`<b>the best</b>` : html`<a href=${diffPlace(run, best.key, episode.key)} aria-label=${'difference of ' + name + ' to the best'}>difference</a>`}</p>
     </th>
-    ${turns.map((index) => html`<${Cell} key=${index} episode=${episode} best=${best} index=${index} parting=${parting} />`)}
+    ${turns.map((index) => html`<${Cell} key=${index} episode=${episode} best=${best} index=${index} parting=${parting} run=${run} />`)}
   </tr>`;
 }
 
-function Cell({episode, best, index, parting}) {
+function Cell({episode, best, index, parting, run}) {
   const turn = episode.turns[index];
   const isParting = index === parting;
   const mark = isParting ? html`<p class="parts">≠ parts here</p>` : null;
@@ -161,11 +161,13 @@ function Cell({episode, best, index, parting}) {
   // After the two have parted, what is alike is so by chance or by another way.
   const isComparable = episode !== best && (parting < 0 || index <= parting);
   const same = isComparable ? commonStart(pieces, its) : 0;
-  const answer = answerTo(episode, index).map(plainText).join('\n');
+  const answer = answerTo(episode, index);
+  const answerText = answer.map((message) => plainText({...message, images: []})).filter((text) => text).join('\n');
   return html`<td class=${isParting ? 'parting-cell' : ''} data-label=${'turn ' + (index + 1)}>
     ${mark}
-    <p class="reply">${same ? html`<span class="alike">${textOf(pieces.slice(0, same))}</span>` : null}<span>${excerpt(textOf(pieces.slice(same)))}</span></p>
-    ${answer ? html`<p class="world">${excerpt(answer)}</p>` : null}
+    <p class="said">${same ? html`<span class="alike">${textOf(pieces.slice(0, same))}</span>` : null}<span>${excerpt(textOf(pieces.slice(same)))}</span></p>
+    ${answerText ? html`<p class="world">${excerpt(answerText)}</p>` : null}
+    <${Images} images=${answer.flatMap((message) => message.images)} run=${run} />
   </td>`;
 }
 
