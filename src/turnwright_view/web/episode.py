@@ -296,7 +296,9 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str):
         for part in content:
             images += media_of(part)
-        texts = [content_text([part]) if isinstance(part, Mapping) else text_of(part) for part in content]
+        texts = [
+            content_text([part]) if isinstance(part, Mapping) else text_of(part) for part in content
+        ]
         content = "".join(texts)
     calls = []
     for call in row.get("tool_calls") or ():

@@ -8,13 +8,13 @@ unreadable is in `turnwright.display.run_data.episode_record`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from turnwright.display.run_data import Row, episode_record, integer, mapping, number, read_line
+from turnwright.display.run_data import Row, episode_record, integer, number, read_line
 from turnwright.display.text import text_of
 from turnwright_view.web.texts import one_line, truncate
 
@@ -140,10 +140,10 @@ def read_episode(number_: int, at: int, line: bytes) -> ReadEpisode | None:
 
 
 def _read(number_: int, at: int, length: int, row: Row) -> ReadEpisode:
-    key = mapping(row.get("key"))
-    error = mapping(row.get("error"))
-    spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
-    turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
+    key = _table(row.get("key"))
+    error = _table(row.get("error"))
+    spans = _tables(row.get("spans"))
+    turns = _tables(row.get("turns"))
 
     phase, step, task, sample, attempt = key_of(key)
     tokens = 0
@@ -151,8 +151,9 @@ def _read(number_: int, at: int, length: int, row: Row) -> ReadEpisode:
     for span in spans:
         if span.get("origin") == "model":
             tokens += len(span.get("ids") or ())
-        images += len(span.get("media") or ())
-    branches = sum(integer(count) for count in mapping(row.get("branches")).values())
+        if span.get("media"):
+            images += len(span["media"])
+    branches = sum(integer(count) for count in _table(row.get("branches")).values())
 
     columns = EpisodeColumns(
         number=number_,
@@ -175,7 +176,7 @@ def _read(number_: int, at: int, length: int, row: Row) -> ReadEpisode:
         images=images,
         branches=min(MAX_INTEGER, branches),
         tools=_joined(_tools(turns)),
-        agents=_joined(turn.get("agent") or "main" for turn in turns),
+        agents=_joined([turn.get("agent") or "main" for turn in turns]),
         wall_s=number(row.get("wall_s")),
     )
     return ReadEpisode(
@@ -184,6 +185,21 @@ def _read(number_: int, at: int, length: int, row: Row) -> ReadEpisode:
         reply=_storable(reply_of(turns, spans)),
         text=_storable(searched_text(row, spans)),
     )
+
+
+# Lines are read by the hundred thousand. What JSON was read from has no other mappings than dicts,
+# and asking for a dict takes a tenth of the time of asking for a mapping.
+_EMPTY: dict[str, Any] = {}
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """Return an object of JSON, or an empty one for anything else."""
+    return value if isinstance(value, dict) else _EMPTY
+
+
+def _tables(values: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list."""
+    return [value for value in values or () if isinstance(value, dict)]
 
 
 def key_of(key: Row) -> EpisodeKey:
@@ -216,19 +232,21 @@ def _error_name(error: Row) -> str:
     return f"{error.get('phase', '?')}/{error.get('type', '?')}"[:80]
 
 
-def _tools(turns: Sequence[Row]) -> Iterator[Any]:
-    """Yield the name of each call of a tool."""
+def _tools(turns: Sequence[Row]) -> list[Any]:
+    """Return the name of each call of a tool."""
+    names = []
     for turn in turns:
-        for call in mapping(turn.get("reply")).get("tool_calls") or ():
-            yield mapping(mapping(call).get("function")).get("name")
+        for call in _table(turn.get("reply")).get("tool_calls") or ():
+            names.append(_table(_table(call).get("function")).get("name"))
+    return names
 
 
-def _joined(names: Iterator[Any]) -> str:
+def _joined(names: Sequence[Any]) -> str:
     """Return different names as one text, with a separator around each."""
-    different = list(dict.fromkeys(names))[:MAX_TOOLS]
-    if not different:
+    if not names:
         return ""
-    texts = [_storable(str(name)[:80]).replace(SEPARATOR, " ") for name in different]
+    different = list(dict.fromkeys(map(str, names)))[:MAX_TOOLS]
+    texts = [_storable(name[:80]).replace(SEPARATOR, " ") for name in different]
     return SEPARATOR + SEPARATOR.join(texts) + SEPARATOR
 
 
@@ -246,38 +264,35 @@ def _storable(text: str) -> str:
 
 def prompt_of(row: Row, turns: Sequence[Row]) -> str:
     """Return the first line of the task's text, or of what the environment said first."""
-    opening = mapping(row.get("task")).get("messages")
-    first = mapping(turns[0]).get("messages") if turns else ()
-    for messages in (opening, first):
-        text = _first_text_of_user(messages)
-        if text:
-            return text
-    return ""
+    text = _first_line_of_user(_table(row.get("task")).get("messages"))
+    if not text and turns:
+        text = _first_line_of_user(turns[0].get("messages"))
+    return text
 
 
-def _first_text_of_user(messages: Any) -> str:
-    if not isinstance(messages, list):
-        return ""
-    asked = [message for message in messages if mapping(message).get("role") != "system"]
-    for message in (*asked, *messages):
-        lines = content_text(mapping(message).get("content")).strip().splitlines()
-        if lines:
-            return one_line(lines[0], MAX_SHOWN)
-    return ""
+def _first_line_of_user(messages: Any) -> str:
+    """Return the first line that is no system message's; that of one where there is no other."""
+    of_system = ""
+    for message in _tables(messages if isinstance(messages, list) else ()):
+        text = content_text(message.get("content")).lstrip()
+        if text and message.get("role") != "system":
+            return one_line(text.partition("\n")[0], MAX_SHOWN)
+        of_system = of_system or text
+    return one_line(of_system.partition("\n")[0], MAX_SHOWN)
 
 
 def reply_of(turns: Sequence[Row], spans: Sequence[Row]) -> str:
     """Return the text of the last reply; its calls where it has no text."""
     if not turns:
         return ""
-    reply = mapping(turns[-1].get("reply"))
-    text = content_text(reply.get("content"))
-    if text.strip():
-        return one_line(text, MAX_SHOWN)
+    reply = _table(turns[-1].get("reply"))
+    text = one_line(content_text(reply.get("content")), MAX_SHOWN)
+    if text:
+        return text
 
     calls = reply.get("tool_calls")
     if isinstance(calls, list) and calls:
-        function = mapping(mapping(calls[0]).get("function"))
+        function = _table(_table(calls[0]).get("function"))
         called = f"{function.get('name')} {text_of(function.get('arguments'))}"
         return one_line(called, MAX_SHOWN)
 
@@ -291,26 +306,28 @@ def reply_of(turns: Sequence[Row], spans: Sequence[Row]) -> str:
 
 def content_text(content: Any) -> str:
     """Return the text of a message's content, whose other parts are left out."""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
         return text_of(content)
-    return "".join(str(mapping(part).get("text") or "") for part in content)
+    return "".join(str(_table(part).get("text") or "") for part in content)
 
 
 def searched_text(row: Row, spans: Sequence[Row]) -> str:
     """Return all that was said in an episode."""
-    texts = [span.get("text") or "" for span in spans]
-    error = mapping(row.get("error"))
+    texts = [span.get("text") for span in spans]
+    error = _table(row.get("error"))
     if error:
         texts += [error.get("message"), error.get("traceback")]
     for message in row.get("final") or ():
-        texts.append(content_text(mapping(message).get("content")))
+        texts.append(content_text(_table(message).get("content")))
 
-    task = mapping(row.get("task"))
-    texts += [text_of(task.get("answer")), mapping(row.get("key")).get("task")]
+    task = _table(row.get("task"))
+    texts += [text_of(task.get("answer")), _table(row.get("key")).get("task")]
     if not spans:
         opening = task.get("messages")
         for message in opening if isinstance(opening, list) else ():
-            texts.append(content_text(mapping(message).get("content")))
+            texts.append(content_text(_table(message).get("content")))
     return "\n".join([text if isinstance(text, str) else str(text or "") for text in texts])
 
 

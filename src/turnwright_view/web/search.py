@@ -71,12 +71,10 @@ class EpisodeFilter:
         """Return the condition on columns, without that on texts, and its values."""
         terms: list[str] = []
         values: list[Any] = []
-        for name in ("phase", "stop", "task"):
-            wanted = getattr(self, name)
+        for column, wanted in (("phase", self.phase), ("stop", self.stop), ("task", self.task)):
             if wanted:
-                terms.append(f"{name} = ?")
+                terms.append(f"{column} = ?")
                 values.append(wanted)
-
         if self.group is not None:
             terms.append("phase = ? AND step = ? AND task = ?")
             values += self.group
@@ -86,23 +84,32 @@ class EpisodeFilter:
             terms.append("error = ?")
             values.append(self.error)
 
-        for column, wanted in (("tools", self.tool), ("agents", self.agent)):
-            if wanted:
+        for column, name in (("tools", self.tool), ("agents", self.agent)):
+            if name:
                 terms.append(f"instr({column}, ?)")
-                values.append(f"{SEPARATOR}{wanted}{SEPARATOR}")
+                values.append(f"{SEPARATOR}{name}{SEPARATOR}")
         for column, flag in (("trained", self.trained), ("tie", self.tie)):
             if flag is not None:
                 terms.append(f"{column} = ?")
                 values.append(int(flag))
-        for name in ("step", "reward", "turns", "tokens"):
-            low, high = getattr(self, name)
-            if low is not None:
-                terms.append(f"{name} >= ?")
-                values.append(low)
-            if high is not None:
-                terms.append(f"{name} <= ?")
-                values.append(high)
+        for column, bounds in (
+            ("step", self.step),
+            ("reward", self.reward),
+            ("turns", self.turns),
+            ("tokens", self.tokens),
+        ):
+            _add_bounds(column, bounds, terms, values)
         return " AND ".join(terms) or "1", values
+
+
+def _add_bounds(column: str, bounds: Bounds, terms: list[str], values: list[Any]) -> None:
+    low, high = bounds
+    if low is not None:
+        terms.append(f"{column} >= ?")
+        values.append(low)
+    if high is not None:
+        terms.append(f"{column} <= ?")
+        values.append(high)
 
 
 def filter_of(query: Mapping[str, str]) -> EpisodeFilter:

@@ -179,7 +179,9 @@ def where_to_look(
     if after_training is not None and after_training.n is not None:
         failing = round((1 - after_training.success) * after_training.n)
         if failing:
-            which = "1 held-out episode fails" if failing == 1 else f"{failing} held-out episodes fail"
+            which = (
+                "1 held-out episode fails" if failing == 1 else f"{failing} held-out episodes fail"
+            )
             look(f"{which} after training", phase="eval-after-sampled", sort="worst")
     return places[:MAX_NEXT]
 
