@@ -90,10 +90,11 @@ export function plainText(message) {
   return [...images, message.text, ...calls].filter((part) => part).join(' ');
 }
 
-export function Failure({title, failure}) {
+// What ended an episode, or what it went on after.
+export function Failure({title, failure, isOver = false}) {
   const turn = failure.turn >= 0 ? 'turn ' + (failure.turn + 1) : '';
   const where = [failure.phase, turn, failure.place].filter((part) => part).join(', ');
-  return html`<div class="fault failure">
+  return html`<div class=${isOver ? 'finding' : 'fault failure'}>
     <p><b>✖ ${title}: ${failure.type}</b>${where ? ' in ' + where : ''}</p>
     ${failure.message ? html`<pre>${failure.message}</pre>` : null}
     ${failure.traceback ? html`<details><summary>traceback</summary><pre>${failure.traceback}</pre></details>` : null}

@@ -40,8 +40,6 @@ export function factsOf(span, index) {
   const logprob = at(span.logprobs, index);
   const trainer = at(span.trainer, index);
   const {state, reason} = stateAt(span, index);
-  const own = at(span.advantages, index);
-  const ofSpan = span.advantage === undefined ? null : span.advantage;
   return {
     id: at(span.ids, index),
     text: at(span.tokens, index),
@@ -50,7 +48,7 @@ export function factsOf(span, index) {
     trainer,
     mismatch: logprob === null || trainer === null ? null : trainer - logprob,
     weight: weightAt(span, index, state),
-    advantage: own === null ? ofSpan : own,
+    advantage: advantageAt(span, index, state),
     state,
     reason,
     policy: span.policy || '',
@@ -63,6 +61,14 @@ function weightAt(span, index, state) {
   const own = at(span.weights, index);
   if (own !== null) return own;
   return state === 'trained' ? 1 : 0;
+}
+
+// What was not trained had no advantage, whatever that of its episode.
+function advantageAt(span, index, state) {
+  if (state !== 'trained') return null;
+  const own = at(span.advantages, index);
+  if (own !== null) return own;
+  return span.advantage === undefined ? null : span.advantage;
 }
 
 function levelOf(by, span, index) {

@@ -106,10 +106,10 @@ function EpisodeHead({episode, run, row, rival, placeOf}) {
       <${Reward} value=${episode.row.reward} /><${Advantage} value=${episode.row.advantage} reason=${episode.row.reason} /><${Stop} row=${episode.row} />
       <span class="muted">${[plural(episode.turns.length, 'turn'), plural(episode.row.tokens, 'token'), seconds(episode.wall_s)].join(' · ')}</span>
     </div>
-    ${episode.answer !== null || episode.why ? html`<p class="answer">
-      ${episode.answer !== null ? html`Expected answer <code>${episode.answer}</code>${' '}` : null}<span class="muted">${episode.why}</span></p>` : null}
+    <${Answer} answer=${episode.answer} />
+    ${episode.why ? html`<p class="muted why">${episode.why}</p>` : null}
     ${episode.error ? html`<${Failure} title="Failure" failure=${episode.error} />` : null}
-    ${episode.failures.map((failure, index) => html`<${Failure} key=${index} title=${'Recovered from (' + (failure.recovery || '?') + ')'} failure=${failure} />`)}
+    ${episode.failures.map((failure, index) => html`<${Failure} key=${index} title=${'Recovered from (' + (failure.recovery || '?') + ')'} failure=${failure} isOver=${true} />`)}
     <${Figures} title="reward by part" values=${episode.rewards} />
     <${Figures} title="history rewritten" values=${episode.branches} />
     <${Figures} title="metrics" values=${episode.metrics} />
@@ -130,11 +130,21 @@ export function taskText(episode) {
   return text.length > MAX_TITLE ? text.slice(0, MAX_TITLE) + ' …' : text;
 }
 
+const MAX_ANSWER = 300;
+
+export function Answer({answer}) {
+  if (answer === null) return null;
+  if (answer.length > MAX_ANSWER) return html`<details class="answer"><summary>expected answer</summary><pre>${answer}</pre></details>`;
+  return html`<p class="answer">Expected answer <code>${answer}</code></p>`;
+}
+
+const MAX_NAME = 80;
+
 function Figures({title, values}) {
   const names = Object.keys(values);
   if (!names.length) return null;
   return html`<p class="small figures"><span class="muted">${title}</span>
-    ${names.map((name) => html`<span key=${name}>${name} <b class="num">${figure(values[name])}</b></span>`)}</p>`;
+    ${names.map((name) => html`<span key=${name}>${name.length > MAX_NAME ? name.slice(0, MAX_NAME) + ' …' : name} <b class="num">${figure(values[name])}</b></span>`)}</p>`;
 }
 
 function Finding({finding}) {
@@ -214,7 +224,8 @@ function Turn({episode, turn, number, run, by, turnPlace}) {
   const id = 'turn-' + number;
   return html`<section id=${id} class="card turn" data-turn=${number} tabindex="-1" aria-labelledby=${id + '-title'}>
     <div class="turn-head">
-      <h2 id=${id + '-title'}><a href=${turnPlace(number)}>Turn ${number}</a>${turn.agent !== 'main' ? html`${' '}<span class="badge">${turn.agent}</span>` : null}</h2>
+      <h2 id=${id + '-title'}><a href=${turnPlace(number)}>Turn ${number}</a></h2>
+      ${turn.agent !== 'main' ? html`<span class="badge">${turn.agent}</span>` : null}
       <p class="small muted">${turnFacts(episode, turn).join(' · ')}</p>
     </div>
     <${Marks} turn=${turn} number=${number} />

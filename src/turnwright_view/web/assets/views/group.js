@@ -7,7 +7,7 @@ import {moveFocus, useViewKeys} from '../keys.js';
 import {Images, plainText} from '../messages.js';
 import {Reward, Stop, stepName} from '../parts.js';
 import {source} from '../source.js';
-import {givenIn, taskText} from './episode.js';
+import {Answer, givenIn, taskText} from './episode.js';
 
 const MOST_ROWS = 64;
 const MOST_SHOWN = 16; // siblings that are read whole
@@ -57,14 +57,15 @@ function GroupHead({group, run, row, groupKey}) {
   const isTie = rewards.length > 1 && rewards.every((reward) => reward === rewards[0]);
   const missing = group.rows.length - rewards.length;
   const first = group.episodes[0];
+  const shownTask = first.row.task; // the address has the same without hidden characters made visible
 
   return html`<section class="card head">
     <nav class="trail small" aria-label="where it is from">
       <a href=${runPlace(run)}>${(row && row.name) || run}</a>
       <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(phase, Number(step))}</a>
-      <a href=${listPlace(run, {task})}>task ${task}</a>
+      <a href=${listPlace(run, {task})}>task ${shownTask}</a>
     </nav>
-    <h1>${taskText(first) || 'task ' + task}</h1>
+    <h1>${taskText(first) || 'task ' + shownTask}</h1>
     <${Images} images=${givenIn(first).flatMap((message) => message.images)} run=${run} />
     <div class="row badges">
       <span class="badge">${plural(group.rows.length, 'sibling')}</span>
@@ -73,7 +74,7 @@ function GroupHead({group, run, row, groupKey}) {
       ${isTie ? html`<span class="badge warn">tie</span><span class="muted">All rewards are equal, so the group tells nothing about what was better.</span>` : null}
       ${missing ? html`<span class="badge warn">${missing} without a reward</span>` : null}
     </div>
-    ${first.answer !== null ? html`<p class="answer">Expected answer <code>${first.answer}</code></p>` : null}
+    <${Answer} answer=${first.answer} />
     ${group.episodes.length < group.rows.length ? html`<p class="muted small">Below are ${group.episodes.length} of them, the best and the worst.
       <a href=${listPlace(run, {group: groupKey})}>All in the list</a></p>` : null}
   </section>`;
