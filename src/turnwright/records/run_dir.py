@@ -37,6 +37,11 @@ _CRC_BYTES = len(b',"crc":"00000000"}')
 _LOCK_TRIES = 5
 _LOCK_WAIT_S = 0.02
 
+LOG_FILE = "log.txt"
+"""Notable events of a run, for people; `turnwright.display.run_log` writes it."""
+FAILURE_FILE = "failure.json"
+"""Why the last process of a run ended, if it was an error; `turnwright.runs` writes it."""
+
 RECORD_VERSION = 2
 """Version of the records, in the settings of each journal; other versions are not read."""
 
