@@ -144,9 +144,12 @@ def is_run_folder(folder: Path) -> bool:
 
     A model's folder has a `config.json` too, without the settings of a run.
     """
-    if any(_is_regular(folder / name) for name in RUN_FILES):
-        return True
-    return "config" in _small_json(folder / "config.json")
+    return any(_is_regular(folder / name) for name in RUN_FILES) or has_settings(folder)
+
+
+def has_settings(folder: Path) -> bool:
+    """Return whether a folder has the settings of a run of training."""
+    return isinstance(_small_json(folder / "config.json").get("config"), dict)
 
 
 def _runs_below(path: Path) -> Iterator[Path]:

@@ -15,7 +15,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -338,6 +338,25 @@ def is_locked(run: Path) -> bool:
     finally:
         os.close(file)
     return False
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[bool]:
+    """Keep others from writing to a run directory while the body runs; yield whether that is so.
+
+    It is not where another process writes there, or the directory cannot be locked.
+    """
+    file = -1
+    is_ours = False
+    with suppress(OSError):
+        file = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+        _lock_file(file)
+        is_ours = True
+    try:
+        yield is_ours
+    finally:
+        if file >= 0:
+            os.close(file)
 
 
 def _open_regular(path: Path) -> int:
