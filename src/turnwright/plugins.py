@@ -46,6 +46,7 @@ OURS: Mapping[Kind, Mapping[str, str]] = {
         "view": "turnwright_view",
         "export": "turnwright_view",
         "replay": "turnwright_view",
+        "runs": "turnwright_view",
         "track": "turnwright_view",
         "record": "turnwright_serve",
         "serve": "turnwright_serve",

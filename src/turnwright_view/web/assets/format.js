@@ -6,7 +6,7 @@ export function figure(value) {
   if (size === 0) return '0';
   if (size >= 1e6) return trimmed(value / 1e6, 2) + 'M';
   if (size >= 1e4) return trimmed(value / 1e3, 1) + 'k';
-  if (size < 1e-3) return value.toExponential(1);
+  if (size < 0.9995e-3) return value.toExponential(1);
   return String(Number(value.toPrecision(3)));
 }
 
@@ -32,7 +32,7 @@ export function signed(value) {
 export function seconds(value) {
   if (value === null || value === undefined) return '–';
   if (value < 1e-3) return Math.round(1e6 * value) + ' µs';
-  if (value < 1) return Math.round(1000 * value) + ' ms';
+  if (value < 0.9995) return Math.round(1000 * value) + ' ms';
   if (value < 100) return Number(value.toPrecision(3)) + ' s';
   if (value < 6000) return Math.round(value / 60) + ' min';
   if (value < 180000) return trimmed(value / 3600, 1) + ' h';

@@ -1,5 +1,301 @@
-import {html} from '../dom.js';
+// An episode: its head, the time it took, and four views of it.
+import {changeQuery, diffPlace, episodePlace, go, groupPlace, listPlace, runPlace} from '../address.js';
+import {html, useEffect, useLoaded, useMemo, useRef, useState} from '../dom.js';
+import {bytes, figure, plural, seconds, whole} from '../format.js';
+import {moveFocus, useViewKeys} from '../keys.js';
+import {Trainer} from '../ledger.js';
+import {Calls, Failure, Images, Message, Text} from '../messages.js';
+import {Advantage, Reward, Stop, stepName} from '../parts.js';
+import {source} from '../source.js';
+import {Timeline} from '../timeline.js';
+import {COLORINGS, ColoringChoice, TokenBlock, TokenPanel, originName, stateWords} from '../tokens.js';
+import {Tree} from '../tree.js';
 
-export function Episode() {
-  return html`<p>…</p>`;
+const EPISODE_VIEWS = {conversation: Conversation, tokens: Spans, tree: Tree, trainer: Trainer};
+const VIEW_NAMES = Object.keys(EPISODE_VIEWS);
+const COLORED = ['conversation', 'tokens'];
+
+export function Episode({place, row, ready}) {
+  const run = place.run;
+  const {value: episode, error, stale} = useLoaded(() => source.episode(run, place.key), [run, place.key]);
+  const wanted = place.query.get('view');
+  const view = VIEW_NAMES.includes(wanted) ? wanted : VIEW_NAMES[0];
+  const by = COLORINGS[place.query.get('by')] ? place.query.get('by') : 'state';
+  const turn = Number(place.query.get('turn')) || 0;
+  const isShown = episode !== null && !stale;
+
+  // Another episode is seen as this one was.
+  const placeOf = (key) => episodePlace(run, key, {view: place.query.get('view'), by: place.query.get('by')});
+  const turnPlace = (number) => episodePlace(run, place.key, {turn: number, by: place.query.get('by')});
+  const rival = isShown ? rivalOf(episode) : null;
+
+  const toTurn = (step) => {
+    const element = moveFocus('.turn', step);
+    if (element) changeQuery({turn: element.dataset.turn});
+  };
+  const toView = (name) => changeQuery({view: name === VIEW_NAMES[0] ? '' : name, turn: ''});
+  const nextColoring = () => {
+    const names = Object.keys(COLORINGS);
+    changeQuery({by: names[(names.indexOf(by) + 1) % names.length]});
+  };
+  useViewKeys({
+    1: () => toView(VIEW_NAMES[0]), 2: () => toView(VIEW_NAMES[1]), 3: () => toView(VIEW_NAMES[2]), 4: () => toView(VIEW_NAMES[3]),
+    j: () => toTurn(1), k: () => toTurn(-1), c: nextColoring,
+    n: () => isShown && episode.next && go(placeOf(episode.next)),
+    p: () => isShown && episode.previous && go(placeOf(episode.previous)),
+    g: () => go(groupPlace(run, place.key)),
+    d: () => rival && go(diffPlace(run, place.key, rival.key)),
+  });
+
+  useEffect(() => {
+    if (isShown && turn) showTurn(turn);
+  }, [episode, isShown, turn, view]);
+  useEffect(() => {
+    if (isShown || error) ready();
+  }, [episode, isShown, error, place.hash]);
+
+  if (error) return html`<p class="fault" role="alert">${error.message}</p>`;
+  if (!episode) return html`<p class="muted">Reading the episode …</p>`;
+
+  const Shown = EPISODE_VIEWS[view];
+  const toShownTurn = (number) => {
+    const isHere = document.getElementById('turn-' + number);
+    changeQuery({view: isHere ? place.query.get('view') : '', turn: number});
+    showTurn(number); // also where the address names this turn already
+  };
+  return html`<div key=${episode.key} class="one-episode" aria-busy=${stale ? 'true' : null}>
+    <${EpisodeHead} episode=${episode} run=${run} row=${row} rival=${rival} placeOf=${placeOf} />
+    <${Timeline} timing=${episode.timing} turnPlace=${turnPlace} onTurn=${toShownTurn} />
+    <nav class="views" aria-label="views of the episode">${VIEW_NAMES.map((name, index) => html`<a key=${name}
+      href=${episodePlace(run, place.key, {view: index ? name : '', by: place.query.get('by')})}
+      aria-current=${name === view ? 'page' : null}>${name} <kbd>${index + 1}</kbd></a>`)}</nav>
+    ${COLORED.includes(view)
+      ? html`<${Colored} episode=${episode} by=${by}><${Shown} episode=${episode} run=${run} by=${by} turnPlace=${turnPlace} /><//>`
+      : html`<${Shown} episode=${episode} run=${run} turnPlace=${turnPlace} />`}
+  </div>`;
+}
+
+function showTurn(number) {
+  const element = document.getElementById('turn-' + number);
+  if (!element || element.contains(document.activeElement)) return;
+  element.scrollIntoView({block: 'start'});
+  element.focus({preventScroll: true});
+}
+
+// The sibling that an episode is compared with first: the best, and the worst for the best itself.
+export function rivalOf(episode) {
+  const others = episode.siblings.filter((sibling) => sibling.key !== episode.key && sibling.reward !== null);
+  if (!others.length) return null;
+  const ranked = [...others].sort((a, b) => b.reward - a.reward);
+  const best = ranked[0];
+  const isBest = episode.row.reward !== null && episode.row.reward >= best.reward;
+  return isBest ? ranked[ranked.length - 1] : best;
+}
+
+function EpisodeHead({episode, run, row, rival, placeOf}) {
+  const {phase, step, task, sample, attempt} = episode.row;
+  return html`<section class="card head">
+    <nav class="trail small" aria-label="where it is from">
+      <a href=${runPlace(run)}>${(row && row.name) || run}</a>
+      <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(phase, step)}</a>
+      <a href=${groupPlace(run, episode.key)}>task ${task}</a>
+      <span>sample ${sample}${attempt ? ', attempt ' + (attempt + 1) : ''}</span>
+    </nav>
+    <h1>${taskText(episode) || 'task ' + task}</h1>
+    <div class="row badges">
+      <${Reward} value=${episode.row.reward} /><${Advantage} value=${episode.row.advantage} reason=${episode.row.reason} /><${Stop} row=${episode.row} />
+      <span class="muted">${[plural(episode.turns.length, 'turn'), plural(episode.row.tokens, 'token'), seconds(episode.wall_s)].join(' · ')}</span>
+    </div>
+    <${Answer} answer=${episode.answer} />
+    ${episode.why ? html`<p class="muted why">${episode.why}</p>` : null}
+    ${episode.error ? html`<${Failure} title="Failure" failure=${episode.error} />` : null}
+    ${episode.failures.map((failure, index) => html`<${Failure} key=${index} title=${'Recovered from (' + (failure.recovery || '?') + ')'} failure=${failure} isOver=${true} />`)}
+    <${Figures} title="reward by part" values=${episode.rewards} />
+    <${Figures} title="history rewritten" values=${episode.branches} />
+    <${Figures} title="metrics" values=${episode.metrics} />
+    ${episode.sanity.map((finding, index) => html`<${Finding} key=${index} finding=${finding} />`)}
+    <${Moves} episode=${episode} run=${run} rival=${rival} placeOf=${placeOf} />
+  </section>`;
+}
+
+const MAX_TITLE = 240;
+
+// What an episode begins with.
+export const givenIn = (episode) => (episode.turns.length ? episode.turns[0].messages : episode.opening);
+
+// What was asked, without what the system said before it.
+export function taskText(episode) {
+  const asked = givenIn(episode).find((message) => message.role !== 'system' && message.text.trim());
+  const text = asked ? asked.text.trim() : episode.row.prompt;
+  return text.length > MAX_TITLE ? text.slice(0, MAX_TITLE) + ' …' : text;
+}
+
+const MAX_ANSWER = 300;
+
+export function Answer({answer}) {
+  if (answer === null) return null;
+  if (answer.length > MAX_ANSWER) return html`<details class="answer"><summary>expected answer</summary><pre>${answer}</pre></details>`;
+  return html`<p class="answer">Expected answer <code>${answer}</code></p>`;
+}
+
+const MAX_NAME = 80;
+
+function Figures({title, values}) {
+  const names = Object.keys(values);
+  if (!names.length) return null;
+  return html`<p class="small figures"><span class="muted">${title}</span>
+    ${names.map((name) => html`<span key=${name}>${name.length > MAX_NAME ? name.slice(0, MAX_NAME) + ' …' : name} <b class="num">${figure(values[name])}</b></span>`)}</p>`;
+}
+
+function Finding({finding}) {
+  return html`<div class="finding">
+    <p>⚠ <b>${finding.cause}</b> ${finding.turn >= 0 ? 'in turn ' + (finding.turn + 1) + ': ' : ''}${finding.sentence}</p>
+    <details><summary>what was sampled, and what was sent</summary>
+      <dl class="fact-list">${finding.columns.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd><code>${text}</code></dd></div>`)}</dl>
+    </details>
+  </div>`;
+}
+
+function Moves({episode, run, rival, placeOf}) {
+  let comparison = 'difference to a sibling';
+  if (rival && rival.reward > episode.row.reward) comparison = 'difference to the best';
+  else if (rival && rival.reward < episode.row.reward) comparison = 'difference to the worst';
+  return html`<nav class="moves row small" aria-label="other episodes">
+    ${episode.previous ? html`<a href=${placeOf(episode.previous)}>← previous <kbd>p</kbd></a>` : null}
+    ${episode.next ? html`<a href=${placeOf(episode.next)}>next → <kbd>n</kbd></a>` : null}
+    <a href=${groupPlace(run, episode.key)}>group of ${whole(episode.siblings.length)} <kbd>g</kbd></a>
+    ${rival ? html`<a href=${diffPlace(run, episode.key, rival.key)}>${comparison} (reward ${figure(rival.reward)}) <kbd>d</kbd></a>` : null}
+    <${CopyLink} />
+    <${Record} record=${episode.record} />
+  </nav>`;
+}
+
+function CopyLink() {
+  const [told, setTold] = useState('');
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(location.href);
+      setTold('copied');
+    } catch {
+      setTold(location.href); // no clipboard without a secure address: the link itself, to be selected
+    }
+  };
+  return html`<span><button type="button" class="quiet" onClick=${copy}>copy link</button> <span role="status" class="link">${told}</span></span>`;
+}
+
+function Record({record}) {
+  if (!record) return null;
+  const command = 'tail -c +' + (record.at + 1) + ' ' + quoted(record.file) + ' | head -c ' + record.length;
+  return html`<details class="record"><summary>record</summary>
+    <p class="muted">${bytes(record.length)} from byte ${whole(record.at)} on. In a shell:</p>
+    <pre>${command}</pre></details>`;
+}
+
+// A name as a shell takes it.
+const quoted = (name) => (/^[\w./-]+$/.test(name) ? name : "'" + name.replace(/'/g, "'\\''") + "'");
+
+// A view with ids, and beside it what they are colored by and what is known of one.
+function Colored({episode, by, children}) {
+  const root = useRef(null);
+  return html`<div class="colored">
+    <div class="body" ref=${root}>${children}</div>
+    <aside class="beside" aria-label="ids">
+      <${ColoringChoice} by=${by} onChange=${(name) => changeQuery({by: name})} />
+      <${TokenPanel} root=${root} episode=${episode} />
+    </aside>
+  </div>`;
+}
+
+function Conversation({episode, run, by, turnPlace}) {
+  return useMemo(() => html`
+    ${episode.opening.map((message, index) => html`<${Message} key=${'opening' + index} message=${message} run=${run} />`)}
+    ${episode.turns.map((turn, index) => html`<${Turn} key=${index} episode=${episode} turn=${turn} number=${index + 1} run=${run} by=${by} turnPlace=${turnPlace} />`)}
+    ${episode.final.length ? html`<section class="card turn-end"><h2>Last words of the environment</h2>
+      ${episode.final.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`)}</section>` : null}
+    ${episode.failed.length ? html`<details class="card"><summary>${plural(episode.failed.length, 'turn')} of attempts that failed</summary>
+      ${episode.failed.map((turn, index) => html`<div key=${index}>
+        ${turn.messages.map((message, number) => html`<${Message} key=${number} message=${message} run=${run} />`)}
+        <${Message} message=${turn.reply} run=${run} /></div>`)}</details>` : null}
+    ${!episode.turns.length && !episode.opening.length ? html`<p class="muted">Nothing was said.</p>` : null}`,
+  [episode, by]);
+}
+
+function Turn({episode, turn, number, run, by, turnPlace}) {
+  const id = 'turn-' + number;
+  return html`<section id=${id} class="card turn" data-turn=${number} tabindex="-1" aria-labelledby=${id + '-title'}>
+    <div class="turn-head">
+      <h2 id=${id + '-title'}><a href=${turnPlace(number)}>Turn ${number}</a></h2>
+      ${turn.agent !== 'main' ? html`<span class="badge">${turn.agent}</span>` : null}
+      <p class="small muted">${turnFacts(episode, turn).join(' · ')}</p>
+    </div>
+    <${Marks} turn=${turn} number=${number} />
+    ${turn.messages.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`)}
+    ${turn.inserted !== null ? html`<div class="message of-world"><p class="author">environment, inside of the reply</p>
+      <div class="content"><${Text} text=${turn.inserted} /></div></div>` : null}
+    <${Reply} episode=${episode} turn=${turn} number=${number} run=${run} by=${by} />
+    <${Info} info=${turn.info} />
+  </section>`;
+}
+
+const spansOf = (episode, turn) => turn.spans.map((index) => episode.spans[index]).filter((span) => span);
+
+function turnFacts(episode, turn) {
+  const spans = spansOf(episode, turn);
+  const policies = [...new Set(spans.map((span) => span.policy).filter((policy) => policy))];
+  const facts = [plural(spans.reduce((sum, span) => sum + span.length, 0), 'token')];
+  if (turn.context >= 0) facts.push('context ' + whole(turn.context) + (turn.cached > 0 ? ', ' + whole(turn.cached) + ' cached' : ''));
+  facts.push(seconds(turn.generate_s));
+  if (turn.env_s !== null) facts.push('environment ' + seconds(turn.env_s));
+  if (policies.length) facts.push('policy ' + policies.join(', '));
+  if (turn.reward) facts.push('reward ' + figure(turn.reward));
+  return facts;
+}
+
+// What is out of the ordinary about a turn.
+function Marks({turn, number}) {
+  const marks = [];
+  if (turn.parent !== number - 2) marks.push(turn.parent < 0 ? '↳ a separate conversation' : '↳ continues after turn ' + (turn.parent + 1));
+  if (turn.finish && turn.finish !== 'stop') marks.push('ended by ' + turn.finish);
+  if (turn.retries) marks.push('↻ ' + plural(turn.retries, 'more try', 'more tries'));
+  if (turn.spans.length > 1) marks.push('↻ continued ' + plural(turn.spans.length - 1, 'time'));
+  return marks.length ? html`<p class="marks">${marks.map((mark) => html`<span key=${mark} class="badge warn">${mark}</span>`)}</p>` : null;
+}
+
+// A reply as its ids where they are recorded, else as its message.
+function Reply({episode, turn, number, run, by}) {
+  const reply = turn.reply;
+  if (!spansOf(episode, turn).length) return html`<${Message} message=${{...reply, role: reply.role || 'assistant'}} run=${run} />`;
+  return html`<div class="message of-model">
+    <p class="author">${reply.role || 'assistant'}</p>
+    <div class="content">
+      <${TokenBlock} episode=${episode} spans=${turn.spans} by=${by} label=${'reply of turn ' + number} />
+      <${Images} images=${reply.images || []} run=${run} />
+      <${Calls} calls=${reply.calls || []} log=${turn.calls} />
+    </div>
+  </div>`;
+}
+
+function Info({info}) {
+  const names = Object.keys(info).filter((name) => !name.startsWith('tool_'));
+  if (!names.length) return null;
+  return html`<p class="small muted info">${names.map((name) => html`<span key=${name}>${name} = <bdi>${info[name]}</bdi></span>`)}</p>`;
+}
+
+// Everything in the order of the record: what was given and what was sampled.
+function Spans({episode, by}) {
+  return useMemo(() => html`<section class="card spans">${episode.spans.map((span, number) => html`<div key=${number}
+      class=${'span ' + (span.origin === 'model' ? 'of-model' : 'of-world')}>
+    <p class="small muted">${spanFacts(span, number).join(' · ')}</p>
+    <${TokenBlock} episode=${episode} spans=${[number]} by=${by} label=${'span ' + number} />
+  </div>`)}</section>`, [episode, by]);
+}
+
+function spanFacts(span, number) {
+  const facts = [number + ': ' + originName(span.origin)];
+  if (span.agent && span.agent !== 'main') facts.push(span.agent);
+  if (span.origin === 'model' && span.policy) facts.push('policy ' + span.policy);
+  facts.push(plural(span.length, 'id') + ' from position ' + whole(span.start));
+  facts.push(span.parent >= 0 ? 'after ' + span.parent : 'a beginning');
+  if (span.origin === 'model') for (const [from, to, state, reason] of span.state || []) facts.push(whole(to - from) + ' ' + stateWords({state, reason}));
+  return facts;
 }
