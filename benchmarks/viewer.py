@@ -337,10 +337,10 @@ print(time.perf_counter() - began, time.process_time() - cpu)
 INDEX = """
 import sys, time
 from pathlib import Path
-from turnwright_view.web.index import BATCH_BYTES, RunIndex
+from turnwright_view.web.index import ROUND_BYTES, RunIndex
 began, cpu = time.perf_counter(), time.process_time()
 index = RunIndex(Path(sys.argv[1]))
-while index.update(BATCH_BYTES):
+while index.update(ROUND_BYTES):
     pass
 print(time.perf_counter() - began, time.process_time() - cpu)
 """
