@@ -9,7 +9,7 @@ from turnwright import files
 from turnwright.display.diagnosis import FILE as SANITY
 from turnwright.display.diagnosis import findings
 from turnwright.display.run_data import Row, RunData, mapping, number, parse, read_run
-from turnwright.records.episode_metrics import METRICS, flatten_row
+from turnwright.records.episode_metrics import METRIC_GROUPS, flatten_row
 from turnwright_view.web.diagnosed import diagnoses_of
 from turnwright_view.web.episode_rows import key_of
 from turnwright_view.web.evaluations import held_out
@@ -95,8 +95,12 @@ def facets(index: RunIndex) -> dict[str, Any]:
 
 
 def glossary() -> dict[str, list[str]]:
-    """Return unit, meaning and advice of each metric."""
-    return {metric.name: [metric.unit, metric.meaning, metric.advice] for metric in METRICS}
+    """Return unit, meaning, advice and theme of each metric, as docs/metrics.md has them."""
+    return {
+        metric.name: [metric.unit, metric.meaning, metric.advice, theme]
+        for theme, metrics in METRIC_GROUPS.items()
+        for metric in metrics
+    }
 
 
 def _address(key: Any) -> str:

@@ -10,7 +10,7 @@ const PAGE = 100;
 const FILTERS = ['phase', 'stop', 'error', 'tool', 'task', 'group', 'agent', 'trained', 'tie', 'text', 'sort'].concat(
   ['step', 'reward', 'turns', 'tokens'].flatMap((name) => [name + '_min', name + '_max']),
 );
-const SORTS = {
+const ORDER_NAMES = {
   notable: 'last step, failures and ties first', worst: 'worst reward', best: 'best reward', newest: 'newest', oldest: 'oldest', longest: 'most tokens', slowest: 'slowest',
 };
 
@@ -70,7 +70,7 @@ function Filters({facets, filter, focused, run}) {
     ${choice('tie', 'group', [['yes', 'all rewards equal'], ['no', 'rewards differ']])}
     ${choice('trained', 'trained', [['yes', 'yes'], ['no', 'no']])}
     <label>order <select id="f-sort" value=${filter.sort || 'notable'} onChange=${(event) => set('sort', event.target.value === 'notable' ? '' : event.target.value)}>
-      ${Object.entries(SORTS).map(([name, said]) => html`<option key=${name} value=${name}>${said}</option>`)}</select></label>
+      ${Object.entries(ORDER_NAMES).map(([name, said]) => html`<option key=${name} value=${name}>${said}</option>`)}</select></label>
     <details open=${ranged}><summary>ranges</summary><div class="row">${ranges.map((name) => html`<span key=${name} class="range-field"><span class="muted small">${name}</span>
       <input id=${'f-' + name + '_min'} aria-label=${name + ' at least'} type="number" step="any" value=${filter[name + '_min'] || ''} onChange=${(event) => set(name + '_min', event.target.value)} /> to
       <input id=${'f-' + name + '_max'} aria-label=${name + ' at most'} type="number" step="any" value=${filter[name + '_max'] || ''} onChange=${(event) => set(name + '_max', event.target.value)} /></span>`)}</div></details>

@@ -92,7 +92,7 @@ function Diagnoses({run}) {
       ${one.filter ? html`<a href=${listPlace(run.id, one.filter)}>the episodes that it is about</a>` : null}
     </article>`)}
     ${run.findings.map((one) => html`<article class="card diagnosis warn" key=${one.cause + one.where}>
-      <h2>⚠ ${one.cause} <span class="badge warn">${whole(one.count)} times</span></h2>
+      <h2>⚠ ${one.cause} ${one.count > 0 ? html`<span class="badge warn">${plural(one.count, 'time')}</span>` : null}</h2>
       <p>${one.sentence}</p>
       <details><summary>sampled, as the template writes it, as it was sent</summary>
         <dl class="columns">${one.columns.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd><pre tabindex="0">${text}</pre></dd></div>`)}</dl></details>

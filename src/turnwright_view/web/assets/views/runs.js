@@ -8,7 +8,8 @@ import {Segmented} from '../parts.js';
 import {source} from '../source.js';
 
 const FIRST_SHOWN = 8;
-const RUN_SORTS = {
+const MOST_CHANGED = 4;
+const RUN_ORDERS = {
   name: (run) => run.name,
   success: (run) => -(run.after ? run.after.success : -1),
   reward: (run) => -(run.reward === null ? -1e308 : run.reward),
@@ -18,8 +19,8 @@ const RUN_SORTS = {
 
 export function Runs({session, place, ready}) {
   const {query} = place;
-  const sort = query.get('sort') in RUN_SORTS ? query.get('sort') : 'updated';
-  const runs = sorted(session.runs.filter((run) => named(run, query.get('q') || '')), RUN_SORTS[sort]);
+  const sort = query.get('sort') in RUN_ORDERS ? query.get('sort') : 'updated';
+  const runs = orderedRuns(session.runs.filter((run) => named(run, query.get('q') || '')), RUN_ORDERS[sort]);
   const chosen = query.getAll('show');
   const shown = chosen.length ? chosen.filter((id) => runs.some((run) => run.id === id)) : runs.slice(0, FIRST_SHOWN).map((run) => run.id);
 
@@ -29,7 +30,7 @@ export function Runs({session, place, ready}) {
       <h1>${plural(session.runs.length, 'run')}${session.folder ? ' in ' + session.folder : ''}</h1>
       <label>name <input id="f-name" type="search" value=${query.get('q') || ''} onInput=${(event) => changeQuery({q: event.target.value})} /></label>
       <label>sort by <select id="f-sort" value=${sort} onChange=${(event) => changeQuery({sort: event.target.value})}>
-        ${Object.keys(RUN_SORTS).map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
+        ${Object.keys(RUN_ORDERS).map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
     </div></section>
     <${Comparison} runs=${runs.filter((run) => shown.includes(run.id))} shown=${shown} query=${query} glossary=${session.glossary} ready=${ready} hash=${place.hash} />
     <section class="card"><${RunTable} runs=${runs} shown=${shown} toggle=${toggle} /></section>
@@ -42,7 +43,7 @@ function named(run, text) {
   return words.every((word) => about.includes(word));
 }
 
-function sorted(runs, of) {
+function orderedRuns(runs, of) {
   return [...runs].sort((a, b) => {
     const [one, other] = [of(a), of(b)];
     return one < other ? -1 : one > other ? 1 : a.id < b.id ? -1 : 1;
@@ -57,10 +58,10 @@ function RunTable({runs, shown, toggle}) {
       const at = shown.indexOf(run.id);
       return html`<tr key=${run.id}>
         <td data-label="drawn"><label class="swatch-box"><input type="checkbox" checked=${at >= 0} onChange=${() => toggle(run.id)} aria-label=${'draw ' + run.id} />
-          ${at >= 0 ? html`<${Line} number=${at} />` : null}</label></td>
+          ${at >= 0 ? html`<${LineSample} number=${at} />` : null}</label></td>
         <td data-label="run"><a href=${runPlace(run.id)}>${run.id}</a></td>
         <td data-label="state"><span class=${'badge ' + ({finished: 'good', failed: 'bad', stopped: 'warn'}[run.state] || '')}>${run.state}</span></td>
-        <td data-label="what differs" class="small">${Object.entries(run.changed).map(([key, value]) => html`<code key=${key} class="pair">${key} = ${String(value)}</code>`)}</td>
+        <td data-label="what differs" class="small"><${Changed} changed=${run.changed} /></td>
         <td data-label="held-out success" class="num"><${Change} before=${run.before} after=${run.after} /></td>
         <td data-label="reward" class="num">${figure(run.reward)}</td>
         <td data-label="steps" class="num">${whole(run.steps)}${run.planned && run.planned !== run.steps ? ' of ' + whole(run.planned) : ''}</td>
@@ -71,7 +72,14 @@ function RunTable({runs, shown, toggle}) {
     })}</tbody></table>`;
 }
 
-function Line({number}) {
+// Runs of one sweep differ in a few keys; of others, the rest is folded.
+function Changed({changed}) {
+  const pairs = Object.entries(changed).map(([key, value]) => html`<code key=${key} class="pair">${key} = ${value === '' ? "''" : String(value)}</code>`);
+  if (pairs.length <= MOST_CHANGED) return html`<span>${pairs}</span>`;
+  return html`<details><summary>${plural(pairs.length, 'setting')}</summary>${pairs}</details>`;
+}
+
+function LineSample({number}) {
   const dash = DASHES[number % DASHES.length].join(' ');
   return html`<svg width="26" height="10" aria-hidden="true"><line x1="0" x2="26" y1="5" y2="5" stroke=${colorOf(number)} stroke-width="3" stroke-dasharray=${dash || null} /></svg>`;
 }
