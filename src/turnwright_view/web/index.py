@@ -122,7 +122,13 @@ class RunIndex:
         with cache.exclusive(self.file) as is_mine:
             if not is_mine:
                 return False
-            return self._asked(lambda sql: self._update(sql, most))
+            try:
+                return self._asked_once(lambda sql: self._update(sql, most))
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                cache.remove_index(self.file)
+                return self._asked_once(lambda sql: self._update(sql, most))
 
     def _update(self, sql: sqlite3.Connection, most: int) -> bool:
         state = self._checked(sql, index_tables.read_state(sql))
