@@ -63,6 +63,7 @@ def test_the_table_has_a_line_for_each_run(
     assert said(capsys).splitlines()[:2] == [head, hop]
     first, *_ = said(capsys, "runs", "--sort", "steps").splitlines()[1:]
     assert first.startswith("sweep/b")
+    (run / "large.bin").write_bytes(b"z" * 300_000)
     largest, *_ = said(capsys, "runs", "--size").splitlines()[1:]
     assert largest.startswith("hop")
 
