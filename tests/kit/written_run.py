@@ -76,7 +76,7 @@ class WrittenEpisode:
         text = "".join(str(one["content"]) for one in asked)
         given = self.span("env" if last >= 0 else "prompt", [text, "|"], last, start)
         sampled = self.span("model", reply, given, None)
-        self.scored[str(sampled)] = [value - 0.001 for value in self.spans[sampled]["logprobs"]]
+        self.scored[str(sampled)] = [value - 0.002 for value in self.spans[sampled]["logprobs"]]
         self.turns.append(
             {
                 "agent": "main",

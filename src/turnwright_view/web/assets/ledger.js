@@ -100,7 +100,7 @@ function TurnTable({episode, turnPlace}) {
       <tbody>${episode.turns.map((turn, index) => {
         const sums = rows[index];
         return html`<tr key=${index}>
-          <th scope="row"><a href=${turnPlace(index + 1)}>turn ${index + 1}</a>${turn.agent !== 'main' ? ' ' + turn.agent : ''}</th>
+          <th scope="row"><a href=${turnPlace(index + 1)}>turn ${index + 1}</a>${turn.agent !== 'main' ? html`<div class="small muted agent">${turn.agent}</div>` : null}</th>
           <td class="num">${whole(turn.context)}</td><td class="num">${whole(Math.max(0, turn.cached))}</td>
           <td class="num">${whole(sums.sampled)}</td><td class="num">${signed(mean(sums.logprob, sums.known))}</td>
           <td class="num side">${whole(sums.trained)}</td><td class="num">${figure(mean(sums.weight, sums.trained))}</td>

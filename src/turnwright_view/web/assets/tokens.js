@@ -142,8 +142,19 @@ export function TokenPanel({root, episode}) {
   useEffect(() => {
     const field = root.current;
     if (!field) return undefined;
+    // Where the page scrolls under a pointer that rests, other ids come to lie under it; that is no
+    // choice, and must not replace the id that a key led to.
+    let pointer = '';
+    const placeOf = (event) => event.screenX + ',' + event.screenY;
     const listeners = {
-      mouseover: (event) => tokenOf(event) && setToken(tokenOf(event).dataset.token),
+      mousemove: (event) => {
+        pointer = placeOf(event);
+      },
+      mouseover: (event) => {
+        const moved = placeOf(event) !== pointer;
+        pointer = placeOf(event);
+        if (moved && tokenOf(event)) setToken(tokenOf(event).dataset.token);
+      },
       focusin: (event) => tokenOf(event) && setToken(tokenOf(event).dataset.token),
       click: (event) => tokenOf(event) && !window.getSelection().toString() && focusToken(tokenOf(event)),
       keydown: moveByKey,
