@@ -1,7 +1,7 @@
 // Sampled ids one by one, colored by one of several figures, and a panel that tells all of the one
 // under the pointer or with the focus. A level is told by its underline as much as by its color.
 import {html, useEffect, useMemo, useState} from './dom.js';
-import {figure, percent, plural, signed, whole} from './format.js';
+import {figure, plural, signed, whole} from './format.js';
 
 const LOGPROB_BOUNDS = [-0.10536, -0.69315, -2.30259, -4.60517]; // 90%, 50%, 10%, 1%
 const MISMATCH_BOUNDS = [1e-5, 1e-3, 1e-2, 1e-1];
@@ -228,7 +228,10 @@ export function stateWords({state, reason}) {
   return reason ? words + ': ' + reason : words;
 }
 
-const probability = (logprob) => percent(Math.exp(Math.min(0, logprob)), 2);
+function probability(logprob) {
+  const share = 100 * Math.exp(Math.min(0, logprob));
+  return (share >= 1e-3 ? String(Number(share.toPrecision(3))) : share.toExponential(1)) + '%';
+}
 
 function TokenFacts({facts}) {
   const rows = [
