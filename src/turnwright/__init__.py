@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from turnwright.rollouts import RolloutSettings as RolloutSettings
     from turnwright.rollouts import arollout as arollout
     from turnwright.rollouts import rollout as rollout
+    from turnwright.saved_runs import load_run as load_run
     from turnwright.types import EpisodeKey as EpisodeKey
     from turnwright.types import Failure as Failure
     from turnwright.types import FailureKind as FailureKind

@@ -21,6 +21,7 @@ from turnwright.errors import ConfigError, did_you_mean, missing_training
 from turnwright.types import Task
 
 if TYPE_CHECKING:
+    from turnwright.display.run_log import LogLevel
     from turnwright.renderers.history import History
 
 
@@ -36,6 +37,7 @@ def train(
     rules: EnvRules | None = None,
     display: str = "auto",
     resume: bool = False,
+    log_level: LogLevel = "info",
     **settings: Any,
 ) -> Path:
     """Train an agent, like `turnwright train`, with objects instead of names.
@@ -68,6 +70,8 @@ def train(
         display: `auto`, `rich`, `plain` or `none`.
         resume: resume the run in `out` with its own settings; `env` and the tasks must be passed
             again, and more steps (`train={"steps": 200}`) extend it.
+        log_level: least level of what is written to RUN/log.txt: `debug`, `info`, `warning`,
+            `error`, or `off`.
         settings: sections of the configuration as dicts or dataclasses, such as
             `train={"steps": 20}`.
 
@@ -108,6 +112,7 @@ def train(
                 watch=watch,
                 env_specs=[spec],
                 history=None if isinstance(history, str) else history,
+                log_level=log_level,
             )
         except ModuleNotFoundError as error:
             raise (missing_training(error) or error) from None

@@ -15,6 +15,7 @@ use::
 | `turnwright.parsers` | a reply parser, see `turnwright.renderers.parsers` | `renderers.parsers.detect` |
 | `turnwright.trackers` | a class with `start`, `log` and `finish` | `trackers` |
 | `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` | `envs.foreign` |
+| `turnwright.notebooks` | a function that returns the HTML of a trajectory, a group, an evaluation or a run, or None | `types.notebook` |
 | `turnwright.transports` | ours: groups (`[scale]`) or weights (`engine.tree`) elsewhere | `runs`, `training.servers` |
 """  # noqa: E501
 
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Kind = Literal[
-    "environments", "commands", "engines", "parsers", "trackers", "frameworks", "transports"
+    "environments",
+    "commands",
+    "engines",
+    "parsers",
+    "trackers",
+    "frameworks",
+    "notebooks",
+    "transports",
 ]
 
 PACKAGES = ("turnwright_view", "turnwright_serve", "turnwright_cluster", "turnwright_compat")
@@ -46,6 +54,7 @@ OURS: Mapping[Kind, Mapping[str, str]] = {
         "view": "turnwright_view",
         "export": "turnwright_view",
         "replay": "turnwright_view",
+        "runs": "turnwright_view",
         "track": "turnwright_view",
         "record": "turnwright_serve",
         "serve": "turnwright_serve",
@@ -63,6 +72,7 @@ OURS: Mapping[Kind, Mapping[str, str]] = {
         "trackio": "turnwright_view",
         "wandb": "turnwright_view",
     },
+    "notebooks": {"html": "turnwright_view"},
     "frameworks": {
         "program": "turnwright_serve",
         "gym": "turnwright_compat",

@@ -19,8 +19,10 @@ from turnwright.config import ResolvedConfig, RunConfig
 from turnwright.config.dump import load_run_config, to_json_dict
 from turnwright.config.launch import world_size
 from turnwright.display.reports import reports_of
-from turnwright.errors import ConfigError, UsageError
+from turnwright.display.run_log import LoggingListener, LogLevel, failure_row, log, logged
+from turnwright.errors import ConfigError, TurnwrightError, UsageError
 from turnwright.records import NullListener, ProgressListener, RunDir
+from turnwright.records.run_dir import FAILURE_FILE, LOG_FILE
 from turnwright.rollouts.standalone import run_sync
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class _Given:
     ranks: ProcessRanks | None
     """Under torchrun, the processes that train together."""
     resumed: bool
+    log_level: LogLevel
+    """Least level of what is written to the run's log."""
 
 
 def run_training(
@@ -53,6 +57,7 @@ def run_training(
     env_specs: Sequence[EnvSpec] | None = None,
     history: History | None = None,
     began: tuple[float, float] | None = None,
+    log_level: LogLevel = "info",
 ) -> Path:
     """Train as configured, or resume a run, and return its directory.
 
@@ -66,6 +71,7 @@ def run_training(
         history: a history policy that replaces the one in the settings.
         began: `time.time()` and `time.process_time()` from which the run's times count; None is
             now.
+        log_level: least level of what is written to RUN/log.txt; `off` writes none.
     """
     began = began or (time.time(), time.process_time())  # includes importing torch
     path = Path(resume) if resume is not None else Path(resolved.config.out)
@@ -81,13 +87,14 @@ def run_training(
 
     from turnwright.display.diagnosis import DiagnosingListener
 
-    listener = DiagnosingListener(watch or NullListener())
+    listener = DiagnosingListener(LoggingListener(watch or NullListener()))
     given = _Given(
         watch=listener,
         history=history,
         began=began,
         ranks=ranks,
         resumed=resume is not None,
+        log_level=log_level,
     )
     try:
         _train(path, resolved, env_specs, given)
@@ -115,10 +122,16 @@ def _train(
     specs = list(env_specs) if env_specs is not None else make_env_specs(resolved.config)
     if not given.resumed and resolved.config.train.data_epochs is not None:
         resolved = replace(resolved, config=with_steps_of_epochs(resolved.config, specs))
-    for why in cannot_learn(resolved.config, specs):
-        given.watch.note(f"warning: {why}")
 
-    with _resumable(path), RunDir(path) as run:
+    with (
+        _resumable(path),
+        RunDir(path) as run,
+        logged(run.path, given.log_level),
+        _failure_kept(run),
+    ):
+        log.info("%s in %s", "resumed" if given.resumed else "started", run.path)
+        for why in cannot_learn(resolved.config, specs):
+            given.watch.note(f"warning: {why}")
         is_extended = given.resumed and _is_extended(resolved, path)
         if not given.resumed:
             # A model may be left by a run that was stopped before its first step.
@@ -136,6 +149,28 @@ def _train(
                     given.watch.note(note)
                     return
             _play(training_run, given.watch)
+        log.info("finished")
+
+
+@contextmanager
+def _failure_kept(run: RunDir) -> Iterator[None]:
+    """Log how the body ends, and keep in `failure.json` why it failed, until it is resumed.
+
+    A run that is interrupted or killed has not failed: it goes on where it is resumed.
+    """
+    (run.path / FAILURE_FILE).unlink(missing_ok=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        log.warning("interrupted")
+        raise
+    except Exception as error:
+        is_begun = (run.path / "config.json").exists()  # else its files are removed
+        if is_begun:
+            log.exception("failed")
+            with suppress(TurnwrightError):  # a full disk, of which the error itself speaks
+                run.write_json(FAILURE_FILE, failure_row(error, time.time()))
+        raise
 
 
 def _check_start(path: Path, config: RunConfig, *, resumed: bool) -> None:
@@ -199,6 +234,7 @@ def _remove_files(run: RunDir) -> None:
         "journal.jsonl",
         "trajectories.jsonl",
         "metrics.jsonl",
+        LOG_FILE,
         ".lock",
     ):
         (run.path / name).unlink(missing_ok=True)

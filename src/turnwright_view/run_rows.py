@@ -20,12 +20,9 @@ from turnwright import files
 from turnwright.display.run_data import integer, mapping, number, pair, parse, read_line
 from turnwright.display.text import text_of
 from turnwright.records.episode_metrics import wilson
-from turnwright.records.run_dir import complete_lines, is_locked
+from turnwright.records.run_dir import FAILURE_FILE, complete_lines, is_locked
 
 RunState = Literal["running", "finished", "stopped", "failed", "no training"]
-
-FAILURE_FILE = "failure.json"
-"""Why the last process of a run ended, if it was an error; `turnwright.runs` writes it."""
 
 RUN_FILES = ("metrics.jsonl", "trajectories.jsonl", "journal.jsonl")
 """Files of which a run has at least one, or the settings of a run in `config.json`."""
@@ -147,9 +144,12 @@ def is_run_folder(folder: Path) -> bool:
 
     A model's folder has a `config.json` too, without the settings of a run.
     """
-    if any(_is_regular(folder / name) for name in RUN_FILES):
-        return True
-    return "config" in _small_json(folder / "config.json")
+    return any(_is_regular(folder / name) for name in RUN_FILES) or has_settings(folder)
+
+
+def has_settings(folder: Path) -> bool:
+    """Return whether a folder has the settings of a run of training."""
+    return isinstance(_small_json(folder / "config.json").get("config"), dict)
 
 
 def _runs_below(path: Path) -> Iterator[Path]:

@@ -309,7 +309,8 @@ def load(run: Path) -> Recording:
             if name not in ("versions", "machine")
         },
         "config.json": dict(config_rows(config)),
-        "files": {path.name: None for path in sorted(run.iterdir())},
+        # Checkouts before the log had none.
+        "files": {path.name: None for path in sorted(run.iterdir()) if path.name != "log.txt"},
         "media": {
             path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(run.glob("media/*"))
         },

@@ -19,7 +19,7 @@ from turnwright.config import TrainConfig
 from turnwright.errors import TraceError
 from turnwright.training import Checkpoints, Trainer
 from turnwright.training import checkpoint as module
-from turnwright.training.checkpoint import read_checkpoint
+from turnwright.training.checkpoint_files import read_checkpoint
 from turnwright.training.model import models
 
 CONFIG = TrainConfig(max_mismatch=1e9)

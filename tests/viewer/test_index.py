@@ -83,9 +83,7 @@ def training(rng: random.Random, rows: list[dict[str, Any]]) -> list[dict[str, A
     return made
 
 
-def described(
-    rows: list[dict[str, Any]], learned: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def described(rows: list[dict[str, Any]], learned: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a plain loop says of each episode: of several records with one key the last."""
     by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in enumerate(rows):
@@ -211,9 +209,7 @@ QUERIES = st.fixed_dictionaries(
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_filters_and_orders_are_those_of_a_plain_loop(
-    tmp_path_factory, seed, count, queries, most
-):
+def test_filters_and_orders_are_those_of_a_plain_loop(tmp_path_factory, seed, count, queries, most):
     rng = random.Random(seed)
     rows = [record(rng, number) for number in range(count)]
     learned = training(rng, rows)
@@ -341,7 +337,9 @@ def test_two_viewers_of_one_run_write_one_after_another_and_both_read(tmp_path):
             with (run / "trajectories.jsonl").open("ab") as file:
                 file.write(orjson.dumps(row) + b"\n")
         until = time.monotonic() + 30
-        while time.monotonic() < until and not (first.state().episodes == second.state().episodes == 200):
+        while time.monotonic() < until and not (
+            first.state().episodes == second.state().episodes == 200
+        ):
             time.sleep(0.02)
         assert whole(first) == whole(second)
         assert first.state().records == 200

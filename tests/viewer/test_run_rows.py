@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from turnwright.records import RunDir
-from turnwright.records.run_dir import is_locked
+from turnwright.records.run_dir import FAILURE_FILE, is_locked
 from turnwright_view import run_rows
 from turnwright_view.run_rows import RunRow, RunRows, find_runs
 
@@ -115,7 +115,7 @@ def test_the_state_follows_the_process_of_the_run(tmp_path: Path) -> None:
         opened.metrics.append({"phase": "train", "step": 1})
         assert state() == "running"
     assert state() == "stopped"
-    (run / run_rows.FAILURE_FILE).write_text('{"type": "EngineError"}')
+    (run / FAILURE_FILE).write_text('{"type": "EngineError"}')
     assert state() == "failed"
     (run / "summary.json").write_text('{"rl_steps": 1}')
     assert state() == "finished"

@@ -21,6 +21,7 @@ from turnwright.cli.options import (
     add_command,
     add_display,
     add_recipe,
+    display_of,
     import_training,
     interval,
     percent,
@@ -91,7 +92,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
     import_training()
     # With --json the metrics are all that is shown, unless a display is asked for.
-    display = "none" if args.json and args.display == "auto" else args.display
+    display = "none" if args.json and args.display == "auto" else display_of(args)
     checkpoint = args.checkpoint or None
     if checkpoint is None and args.of_run is not None:
         checkpoint = str(args.of_run)

@@ -37,6 +37,7 @@ class Command:
 
 
 DISPLAYS = ("auto", "rich", "plain", "none")
+LOG_LEVELS = ("debug", "info", "warning", "error", "off")
 OVERRIDES = (
     "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, "
     "--env.args.depth 3)."
@@ -147,14 +148,21 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_display(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of progress display."""
-    parser.add_argument(
+def add_display(parser: argparse.ArgumentParser, quiet: str = "show no progress") -> None:
+    """Add the choice of progress display; `quiet` says what `--quiet` leaves out."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--display",
         choices=DISPLAYS,
         default="auto",
         help="auto is rich on a terminal, plain lines elsewhere",
     )
+    group.add_argument("--quiet", action="store_true", help=quiet)
+
+
+def display_of(args: argparse.Namespace) -> str:
+    """Return the display that the arguments ask for."""
+    return "none" if args.quiet else str(args.display)
 
 
 def requested(

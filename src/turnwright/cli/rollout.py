@@ -19,6 +19,7 @@ from turnwright.cli.options import (
     add_command,
     add_display,
     add_recipe,
+    display_of,
     import_training,
     positive,
     requested,
@@ -49,8 +50,7 @@ def add_rollout(subparsers: Any) -> None:
     )
     save = "also write the trajectories to this file, one JSON object per line"
     parser.add_argument("--save", metavar="FILE", type=Path, help=save)
-    parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
-    add_display(parser)
+    add_display(parser, quiet="show no progress, and print one line per trajectory")
 
 
 def run_rollout(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run_rollout(args: argparse.Namespace) -> int:
     from turnwright.display.progress import make_display
 
     import_training()
-    with closing(make_display(args.display)) as watch:
+    with closing(make_display(display_of(args))) as watch:
         trajectories = preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
 
     for line in trajectory_lines(trajectories, short=args.quiet):

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.cli.options import (
+    LOG_LEVELS,
     Command,
     add_command,
     add_display,
     add_recipe,
+    display_of,
     import_training,
     interval,
     percent,
@@ -41,6 +43,12 @@ def add_train(subparsers: Any) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="write a Chrome trace, RUN/profile.json"
     )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least level of what is written to RUN/log.txt (default: info)",
+    )
     add_display(parser)
     add_trust(parser)
 
@@ -58,12 +66,14 @@ def run_train(args: argparse.Namespace) -> int:
 
     began = (time.time(), time.process_time())
     import_training()
-    watch = make_display(args.display if is_rank_zero() else "none")
+    watch = make_display(display_of(args) if is_rank_zero() else "none")
     run_dir = args.resume or Path(resolved.config.out)
     if args.profile and is_rank_zero():
         watch = ProfileListener(watch, run_dir)
     with closing(watch):
-        run_dir = run_training(resolved, resume=args.resume, watch=watch, began=began)
+        run_dir = run_training(
+            resolved, resume=args.resume, watch=watch, began=began, log_level=args.log_level
+        )
 
     if is_rank_zero():
         again = next_run(resolved.recipe, args.overrides, resolved.config.seed)

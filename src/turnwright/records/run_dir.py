@@ -15,7 +15,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -36,6 +36,11 @@ _CRC_BYTES = len(b',"crc":"00000000"}')
 # A directory is locked by another process if it is so at each of these tries.
 _LOCK_TRIES = 5
 _LOCK_WAIT_S = 0.02
+
+LOG_FILE = "log.txt"
+"""Notable events of a run, for people; `turnwright.display.run_log` writes it."""
+FAILURE_FILE = "failure.json"
+"""Why the last process of a run ended, if it was an error; `turnwright.runs` writes it."""
 
 RECORD_VERSION = 2
 """Version of the records, in the settings of each journal; other versions are not read."""
@@ -333,6 +338,25 @@ def is_locked(run: Path) -> bool:
     finally:
         os.close(file)
     return False
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[bool]:
+    """Keep others from writing to a run directory while the body runs; yield whether that is so.
+
+    It is not where another process writes there, or the directory cannot be locked.
+    """
+    file = -1
+    is_ours = False
+    with suppress(OSError):
+        file = os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+        _lock_file(file)
+        is_ours = True
+    try:
+        yield is_ours
+    finally:
+        if file >= 0:
+            os.close(file)
 
 
 def _open_regular(path: Path) -> int:

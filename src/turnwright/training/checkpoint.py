@@ -16,7 +16,6 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,22 @@ from turnwright.config.snapshots import local_model
 from turnwright.errors import ConfigError, ModelError, TraceError
 from turnwright.records import RunDir
 from turnwright.renderers.chat_renderer import ChatRenderer
+from turnwright.training.checkpoint_files import (
+    BEST_FILE,
+    STATE_FILE,
+    Checkpoint,
+    best_checkpoint,
+    read_checkpoint,
+    read_checkpoints,
+)
 from turnwright.training.model.directory import ADAPTER_FILE
-from turnwright.training.model.models import STATE_FILE, copy_extras, silence_transformers
+from turnwright.training.model.models import copy_extras, silence_transformers
 from turnwright.training.policies import Policies
 from turnwright.training.trainer.trainer import Trainer
 
 FORMAT = 1
-BEST_FILE = "best.json"
 _NAME = re.compile(r"warmup|warmed|step-\d+")
 """Names that runs give to checkpoints."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Complete checkpoint; `path` is valid for `--model.path`."""
-
-    path: Path
-    serial: int
-    """Number of the save within the run; the highest is the newest."""
-    cursor: Mapping[str, Any]
-    """Run state passed to `save`."""
-
-    @property
-    def step(self) -> int:
-        """Reinforcement steps that it covers."""
-        return int(self.cursor["step"]) if self.cursor["phase"] == "reinforce" else 0
 
 
 class Checkpoints:
@@ -69,15 +59,7 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """Return complete checkpoints, oldest first."""
-        if not self.root.is_dir():
-            return []
-
-        checkpoints: list[Checkpoint] = []
-        for path in self.root.iterdir():
-            checkpoint = None if path.name.startswith(".") else read_checkpoint(path)
-            if checkpoint is not None:
-                checkpoints.append(checkpoint)
-        return sorted(checkpoints, key=lambda checkpoint: checkpoint.serial)
+        return read_checkpoints(self.root)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint."""
@@ -157,15 +139,7 @@ class Checkpoints:
 
     def best(self) -> tuple[str, float] | None:
         """Return name and score of the best checkpoint; None if none is marked or it is gone."""
-        try:
-            row = files.read_json(self.root / BEST_FILE)
-            name = str(row["name"])
-            score = float(row["score"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        if read_checkpoint(self.root / name) is None:
-            return None
-        return name, score
+        return best_checkpoint(self.root)
 
     def policy(self) -> Checkpoint | None:
         """Return the checkpoint to play: the newest, or the best where the run ended with a worse
@@ -293,16 +267,6 @@ def _damage(path: Path) -> str:
         if _checksum(file) != checksum:
             return f"{name} is not what was written (its checksum differs)"
     return ""
-
-
-def read_checkpoint(path: str | Path) -> Checkpoint | None:
-    """Read a checkpoint's state; None unless the directory holds a complete one."""
-    path = Path(path)
-    try:
-        state = files.read_json(path / STATE_FILE)
-        return Checkpoint(path, int(state["serial"]), state["cursor"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def policies_of(path: Path) -> list[str]:

@@ -97,7 +97,8 @@ def _with_model(
 ) -> tuple[Engine, Renderer]:
     """Return the engine and the renderer of a model directory, or of the last checkpoint of a
     run."""
-    from turnwright.training.checkpoint import last_checkpoint, read_checkpoint
+    from turnwright.training.checkpoint import last_checkpoint
+    from turnwright.training.checkpoint_files import read_checkpoint
     from turnwright.training.components import make_eval_policies
     from turnwright.training.model.packed import quant_of
     from turnwright.training.servers import ray_placer

@@ -62,7 +62,7 @@ from turnwright.training.metrics import (
     summary_of,
     write_token_records,
 )
-from turnwright.training.run_record import RunRecord
+from turnwright.training.run_record import RunRecord, log_failures
 from turnwright.training.setup import model_directory, release_engine_memory
 from turnwright.training.task_plan import (
     TaskChoice,
@@ -847,6 +847,7 @@ class TrainingRun:
     def _accept(self, trajectories: Sequence[Trajectory], where: str) -> None:
         """Continue with episodes of which some failed; their failures are final from here on."""
         check_failures(trajectories, where, self.run.given_path, self.config.rollout.max_failed)
+        log_failures(trajectories, where)
         self.record.accept(trajectories)
 
     # Weights

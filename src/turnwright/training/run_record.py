@@ -7,6 +7,7 @@ resumed run trains some steps twice.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -22,6 +23,32 @@ from turnwright.rollouts.play_again import may_pass
 from turnwright.training.batches import StreamRecord
 from turnwright.training.trainer.mismatch import check_fingerprints
 from turnwright.types import EpisodeKey, Task, Trajectory
+
+_log = logging.getLogger("turnwright.run")
+
+
+def log_failures(trajectories: Sequence[Trajectory], where: str) -> None:
+    """Log failed episodes with the traceback of the first of each kind."""
+    by_kind: dict[tuple[str, str], list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.error is not None:
+            kind = (trajectory.error.type, trajectory.error.place or trajectory.error.phase)
+            by_kind.setdefault(kind, []).append(trajectory)
+
+    for (error_type, place), failed in by_kind.items():
+        first = failed[0]
+        assert first.error is not None
+        _log.warning(
+            "%s: %d of %d episodes failed with %s in %s; the first, of task %s: %s\n%s",
+            where,
+            len(failed),
+            len(trajectories),
+            error_type,
+            place,
+            first.task.id,
+            first.error.message,
+            first.error.traceback,
+        )
 
 
 class RunRecord:

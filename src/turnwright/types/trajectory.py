@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from turnwright.types.expert_routing import ROUTES, ExpertRoutes
 from turnwright.types.media import Image, ImageRef, MediaPlacement, placements_between
 from turnwright.types.messages import Message, Messages, as_messages
+from turnwright.types.notebook import html_of
 from turnwright.types.outcomes import Failure, StopReason, shortened
 from turnwright.types.sampling import SamplingDistribution
 
@@ -491,6 +492,9 @@ class Trajectory:
         error = "" if self.error is None else f" {self.error!r}"
         return f"<Trajectory {' '.join(parts)} stop={self.stop}{error}>"
 
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
+
     def show(self, limit: int = 2000) -> None:
         """Print the last turn's conversation, and the failure if there is one.
 
@@ -831,6 +835,9 @@ class Group:
     def rewards(self) -> list[float | None]:
         """One reward per trajectory, None where it was not computed."""
         return [trajectory.reward for trajectory in self.trajectories]
+
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
 
 @dataclass(frozen=True, slots=True)

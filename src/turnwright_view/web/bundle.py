@@ -96,4 +96,6 @@ def vendor_style() -> str:
 def page(head: str, body: str) -> str:
     """Return the page's HTML with more in its head and at the end of its body."""
     text = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return text.replace("<!--HEAD-->", head).replace("<!--BODY-->", body)
+    before, _, rest = text.partition("<!--HEAD-->")
+    between, _, after = rest.partition("<!--BODY-->")
+    return "".join([before, head, between, body, after])

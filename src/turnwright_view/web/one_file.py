@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,6 +49,9 @@ PROGRESS_S = 1.0
 
 METRIC_ROWS = 4_000
 """Rows of metrics of a run in a file; of more, some are left out evenly."""
+
+
+_ENDS_ELEMENT = re.compile("</(script|style)|<!--|<script", re.IGNORECASE)
 
 
 class Progress:
@@ -163,7 +167,7 @@ def _page(data: dict[str, Any], elements: Sequence[str]) -> str:
     scripts = (bundle.vendor_script(), bundle.script())
     styles = (bundle.vendor_style(), bundle.style())
     for text in (*scripts, *styles):
-        if "</s" in text.lower():
+        if _ENDS_ELEMENT.search(text):
             raise RuntimeError("the page's own code would end its element")
     allowed_scripts = " ".join(f"'sha256-{csp_digest(text)}'" for text in scripts)
     allowed_styles = " ".join(f"'sha256-{csp_digest(text)}'" for text in styles)
@@ -288,6 +292,10 @@ def chosen(index: RunIndex, most: int) -> list[EpisodeColumns]:
     for round_ in zip_longest(*_kinds(index)):
         for number in round_:
             if number is not None and len(picked) < most:
+                picked[number] = None
+    if len(picked) < most:
+        for number in index.numbers(EpisodeFilter()):
+            if len(picked) < most:
                 picked[number] = None
     return [columns for columns in map(index.at, sorted(picked)) if columns is not None]
 

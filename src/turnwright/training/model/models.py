@@ -35,6 +35,7 @@ from turnwright.engines.local.vision import split_vlm
 from turnwright.errors import ConfigError, ModelError
 from turnwright.renderers.load import check_model_files
 from turnwright.renderers.template import template_source
+from turnwright.training.checkpoint_files import STATE_FILE
 from turnwright.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
 from turnwright.training.model.lora import load_adapter, unload
 
@@ -234,8 +235,7 @@ TINY_CONTEXT = 4096
 """Maximum positions of a tiny model."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
-STATE_FILE = "state.json"
-"""With the two before, the files of a checkpoint besides those of a model directory."""
+"""With `STATE_FILE`, the files of a checkpoint besides those of a model directory."""
 _OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
 

@@ -35,6 +35,7 @@ export function Episodes({place, row, ready}) {
   });
 
   return html`
+    <h1 class="list-title">Episodes of ${row.name}</h1>
     <${Filters} facets=${facets.value} filter=${filter} focused=${place.query.get('focus') === 'text'} run=${row.id} />
     ${error ? html`<p class="fault" role="alert">${error.message}</p>` : null}
     ${page ? html`<${Pages} page=${page} start=${start} run=${row.id} filter=${filter} />
@@ -110,9 +111,9 @@ function Rows({rows, run, filter}) {
     if (part && part.phase === row.phase && part.step === row.step) part.rows.push(row);
     else parts.push({phase: row.phase, step: row.step, rows: [row]});
   }
-  return html`<div class="episodes">${parts.map((part, at) => html`<section key=${at} aria-label=${stepName(part.phase, part.step)}>
+  return html`<div class="episodes">${parts.map((part, at) => html`<div key=${at}>
     <h2>${stepName(part.phase, part.step)} <a class="small" href=${listPlace(run, {phase: part.phase, step_min: part.step, step_max: part.step})}>only these</a></h2>
-    <ol>${part.rows.map((row) => html`<${Row} key=${row.key} row=${row} run=${run} filter=${filter} />`)}</ol></section>`)}</div>`;
+    <ol>${part.rows.map((row) => html`<${Row} key=${row.key} row=${row} run=${run} filter=${filter} />`)}</ol></div>`)}</div>`;
 }
 
 function Row({row, run}) {

@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def html(value: object) -> str | None:
+    return None
