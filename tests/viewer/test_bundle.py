@@ -23,7 +23,8 @@ def test_modules_come_after_those_that_they_import(tmp_path):
         main="import {b} from './b.js';\nimport {c} from './views/c.js';\nrun(b, c);\n",
         b="import {a} from './a.js';\nexport function b() {\n  return a;\n}\n",
         a="// `export const` in a comment stays.\nexport const a = 'export const';\n",
-        views__c="import {a} from '../a.js';\nimport {b} from '../b.js';\nexport async function c() {}\n",
+        views__c="import {a} from '../a.js';\nimport {b} from '../b.js';\n"
+        "export async function c() {}\n",
     )
     assert bundle.joined(main) == (
         "'use strict';\n(() => {\n// `export const` in a comment stays.\nconst a = 'export const';"

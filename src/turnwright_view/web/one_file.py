@@ -106,11 +106,11 @@ def write_page(
     runs = find_runs(paths)
     told = Progress(progress)
     max_bytes = max(MAX_BYTES, MAX_BYTES * episodes // EPISODES)
-    fixed = len(_page({}, []).encode())
+    rows = RunRows().rows(runs)
+    fixed = len(_page(*_content(rows, {})).encode())
     share = max(0, max_bytes - fixed) // max(1, len(runs))
 
     packed: dict[str, PackedRun] = {}
-    rows = RunRows().rows(runs)
     for row, path in zip(rows, runs.values(), strict=True):
         packed[row.id] = _packed(row, path, episodes // len(runs), share, told)
     _write(out, _page(*_content(rows, packed)))
