@@ -144,7 +144,8 @@ def test_every_level_has_an_underline_of_its_own(go):
             "[...document.querySelectorAll('.legend .token')].map((one) => {"
             "  const style = getComputedStyle(one);"
             "  const line = style.textDecorationLine;"
-            "  return line === 'none' ? line : [style.textDecorationStyle, style.textDecorationThickness].join();"
+            "  if (line === 'none') return line;"
+            "  return style.textDecorationStyle + style.textDecorationThickness;"
             "})"
         )
         assert len(set(looks)) == len(looks), (coloring, looks)
@@ -154,7 +155,8 @@ def test_arrow_keys_lead_from_id_to_id(go):
     page = go("episode", *sibling(0))
     page.click('.token[data-token="1:0"]')
     focused = "document.activeElement.dataset.token"
-    for key, place in (("ArrowRight", "1:1"), ("End", "1:3"), ("ArrowRight", "1:3"), ("Home", "1:0")):
+    steps = [("ArrowRight", "1:1"), ("End", "1:3"), ("ArrowRight", "1:3"), ("Home", "1:0")]
+    for key, place in steps:
         page.keyboard.press(key)
         assert page.evaluate(focused) == place, key
     # Of a reply, one id can be reached by Tab.
@@ -178,9 +180,7 @@ def test_a_long_reply_stays_usable(go):
 @pytest.mark.parametrize("sample", range(4))
 def test_the_account_adds_up(go, records, sample):
     page = go("episode", *sibling(sample), view="trainer")
-    *parts, total = [
-        int(text.replace(",", "")) for text in texts(page, ".account td:nth-child(2)")
-    ]
+    *parts, total = [int(text.replace(",", "")) for text in texts(page, ".account td:nth-child(2)")]
     record = records[sample]
     sampled = [span for span in record["spans"] if span["origin"] == "model"]
     assert sum(parts) == total == sum(len(span["ids"]) for span in sampled)
@@ -218,6 +218,33 @@ def test_weights_that_an_agent_gave_are_told(go):
     page = go("episode", "train", 2, "tools", 0, 0, view="trainer")
     assert texts(page, ".ledger tbody td:nth-child(7)")[:3] == ["1", "0.5", "0"]
     assert "not trained: weight 0" in texts(page, ".account th")
+
+
+def test_nothing_of_a_tie_is_trained(go):
+    page = go("group", "train", 2, "tie")
+    assert "tie" in page.inner_text(".head")
+    assert page.inner_text(".parting h2") == "All gave the same replies"
+    assert texts(page, ".sibling .small")[0] == "not trained: no_signal"
+
+    page = go("episode", "train", 2, "tie", 0, 0, view="trainer")
+    assert texts(page, ".account th") == ["not trained: no_signal", "sampled"]
+    assert texts(page, ".account td:nth-child(2)") == ["4", "4"]
+
+
+def test_alternatives_are_told_where_they_are_recorded(go, page):
+    def with_alternatives(route):
+        answer = route.fetch()
+        episode = answer.json()
+        rows = [[[7, " other", -0.7], [8, "<b>third</b>", -9.0]]]
+        episode["spans"][1]["alternatives"] = rows
+        route.fulfill(response=answer, json=episode)
+
+    page.route("**/api/episode?*", with_alternatives)
+    go("episode", *sibling(0))
+    page.hover('.token[data-token="1:0"]')
+    until(page, "document.querySelector('.alternatives') !== null")
+    assert texts(page, ".alternatives td") == ["49.7%", "0.0123%"]
+    assert "<b>third</b>" in page.inner_text(".alternatives")
 
 
 # The conversation
@@ -310,14 +337,16 @@ def test_an_unknown_episode_is_an_error(page, server):
 def test_a_group_tells_where_its_siblings_part(go):
     page = go("group", "train", 1, TASK)
     assert page.inner_text(".parting h2") == "They part ways in turn 2"
-    rows = [" ".join(text.split()) for text in texts(page, ".parting ol > li:nth-child(2) .reply-count")]
-    assert rows == [
+    replies = texts(page, ".parting ol > li:nth-child(2) .reply-count")
+    assert [" ".join(text.split()) for text in replies] == [
         "2 × mean reward 1 lookup birch",
         "1 × mean reward 0 lookup heron",
         "1 × mean reward 0 answer 3",
     ]
     head = page.inner_text(".head")
-    assert "4 siblings" in head and "mean reward 0.5" in head and "tie" not in head
+    for text in ("4 siblings", "mean reward 0.5", "spread 0.5", "from 0 to 1"):
+        assert text in head, text
+    assert "tie" not in head
 
 
 def test_the_first_other_cell_is_marked_and_what_is_common_is_muted(go):
@@ -329,7 +358,8 @@ def test_the_first_other_cell_is_marked_and_what_is_common_is_muted(go):
     assert marked == [-1, -1, 1, 1]
     muted = page.evaluate(
         "[...document.querySelectorAll('.sibling')].map((row) =>"
-        "  [...row.querySelectorAll('td')].map((cell) => (cell.querySelector('.alike') || {}).textContent || ''))"
+        "  [...row.querySelectorAll('td')].map((cell) =>"
+        "    (cell.querySelector('.alike') || {}).textContent || ''))"
     )
     assert muted[0] == ["", "", ""]
     assert muted[1] == [f"lookup amber{END}", f"lookup birch{END}", f"answer 7{END}"]
@@ -347,12 +377,14 @@ def test_a_difference_marks_exactly_the_changed_ids(go):
     assert turns.nth(0).locator("mark").count() == 0
     assert texts(page, ".diff-turn:nth-of-type(3) mark") == ["birch", "heron"]
     ranges = page.evaluate(
-        "[...document.querySelectorAll('.diff-turn mark')].map((one) => [one.dataset.from, one.dataset.to])"
+        "[...document.querySelectorAll('.diff-turn mark')]"
+        ".map((one) => [one.dataset.from, one.dataset.to])"
     )
     # " birch" against " heron", then "7" against "0".
     assert ranges == [["2", "3"]] * 4
     lines = page.evaluate(
-        "[...document.querySelectorAll('mark')].map((one) => getComputedStyle(one).textDecorationLine)"
+        "[...document.querySelectorAll('mark')]"
+        ".map((one) => getComputedStyle(one).textDecorationLine)"
     )
     assert set(lines) == {"underline"}
     assert "they part ways in turn 2" in page.inner_text(".head")
@@ -404,8 +436,10 @@ def test_hostile_records_do_nothing(go):
         for view in ("", "tokens", "tree", "trainer"):
             page = go("episode", "train", 3, HOSTILE, sample, 0, view=view)
             assert page.evaluate("window.owned === undefined")
-            links = "[...document.querySelectorAll('main a')].every((one) => one.getAttribute('href').startsWith('#/'))"
-            assert page.evaluate(links)
+            links = page.evaluate(
+                "[...document.querySelectorAll('main a')].map((one) => one.getAttribute('href'))"
+            )
+            assert all(link.startswith("#/") for link in links)
             assert page.locator("main script, main img").count() == 0
             assert "\u202e" not in page.inner_text("main")
     page = go("group", "train", 3, HOSTILE)

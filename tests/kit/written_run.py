@@ -169,6 +169,15 @@ def group() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         yield episode.record(final=[message("user", "right")]), episode.training(advantage)
 
 
+def tie() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield record and training of two siblings with the same reward, of which nothing is
+    trained."""
+    for sample in range(2):
+        episode = WrittenEpisode(sample, 0.0, task="tie", step=1)
+        episode.turn([ASKED], ["answer", " ", "3", END])
+        yield episode.record(), episode.training(None, "no_signal")
+
+
 def with_tools() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return record and training of an episode with everything out of the ordinary: reasoning,
     calls of tools, a branch, weights, retries, a failure that was recovered from."""
@@ -269,7 +278,7 @@ def write_run(folder: Path, *, long: int = 0) -> Path:
     """Write the run; with `long`, also a reply of so many ids."""
     folder.mkdir(parents=True, exist_ok=True)
     records, training = [], []
-    for record, row in (*group(), with_tools()):
+    for record, row in (*group(), with_tools(), *tie()):
         records.append(record)
         training.append(row)
     records += hostile()
