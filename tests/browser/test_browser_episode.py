@@ -220,6 +220,21 @@ def test_weights_that_an_agent_gave_are_told(go):
     assert "not trained: weight 0" in texts(page, ".account th")
 
 
+def test_what_the_engine_was_given_is_the_history_of_the_turn(go, records):
+    page = go("episode", "train", 2, "tools", 0, 0, view="trainer", turn=3)
+    # The history was written anew after four of the five ids of the first reply.
+    parts = [" ".join(text.split()) for text in texts(page, ".context .span")]
+    assert parts == [
+        "0: the prompt · 2 ids · 1 cached Use tools.Where is amber?|",
+        "1: the model · 2 ids of 5 <think>Hm",
+        "4: the environment · 2 ids Summary: amber was looked for.|",
+    ]
+    assert page.locator(".context .fault").count() == 0
+    page.select_option("#context-turn", "1")
+    until(page, "document.querySelectorAll('.context .span').length === 3")
+    assert "amber is in drawer 7" in page.inner_text(".context")
+
+
 def test_nothing_of_a_tie_is_trained(go):
     page = go("group", "train", 2, "tie")
     assert "tie" in page.inner_text(".head")
@@ -309,6 +324,10 @@ def test_every_key_of_an_episode(go):
 
     history = page.evaluate("history.length")
     press(page, "j", "location.hash.includes('turn=1')")
+    # The other views lead to the same turn.
+    for key in "2341":
+        press(page, key)
+        assert page.evaluate("document.activeElement.id") == "turn-1", key
     press(page, "j", "location.hash.includes('turn=2')")
     assert page.evaluate("document.activeElement.id") == "turn-2"
     press(page, "k", "location.hash.includes('turn=1')")

@@ -48,6 +48,19 @@ export function Answer({answer}) {
   return html`<details class="answer"><summary>expected answer</summary><pre>${answer}</pre></details>`;
 }
 
+// What makes an element that of a turn: keys and addresses lead to it, in each view.
+export const turnMark = (number) => ({id: 'turn-' + number, 'data-turn': number, tabindex: '-1'});
+
+// The turn that begins with a span, for each span that begins one.
+export function turnStarts(episode) {
+  const starts = new Map();
+  episode.turns.forEach((turn, index) => {
+    const [first] = turn.spans;
+    if (first !== undefined && !starts.has(first)) starts.set(first, index + 1);
+  });
+  return starts;
+}
+
 // A part of a long text, for places with little room.
 export function excerptOf(text, most) {
   return text.length > most ? text.slice(0, most) + ' …' : text;

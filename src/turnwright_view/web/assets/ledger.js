@@ -1,6 +1,8 @@
 // What the trainer saw beside what the engine saw: an account of the sampled ids that adds up, a
 // table by turn, and a ledger with a row an id.
+import {Context} from './context.js';
 import {html, useMemo, useState} from './dom.js';
+import {turnMark} from './episode_parts.js';
 import {figure, percent, plural, signed, whole} from './format.js';
 import {Segmented} from './parts.js';
 import {factsOf, shownText, stateWords} from './tokens.js';
@@ -31,9 +33,10 @@ function addPart(parts, state, reason, count) {
   else parts.push({state, reason, count});
 }
 
-export function Trainer({episode, turnPlace}) {
+export function Trainer({episode, turn, turnPlace}) {
   return html`<${Account} account=${useMemo(() => accountOf(episode), [episode])} />
     <${TurnTable} episode=${episode} turnPlace=${turnPlace} />
+    <${Context} episode=${episode} number=${turn} />
     <${Ledger} episode=${episode} turnPlace=${turnPlace} />`;
 }
 
@@ -119,7 +122,7 @@ function TurnTable({episode, turnPlace}) {
         <tr><th scope="col">turn</th>
           ${TURN_COLUMNS.map((name, column) => html`<th key=${name} scope="col" class=${look(column)}>${name}</th>`)}</tr>
       </thead>
-      <tbody>${episode.turns.map((turn, index) => html`<tr key=${index}>
+      <tbody>${episode.turns.map((turn, index) => html`<tr key=${index} class="turn" ...${turnMark(index + 1)}>
         <th scope="row"><a href=${turnPlace(index + 1)}>turn ${index + 1}</a>
           ${turn.agent !== 'main' ? html`<div class="small muted agent">${turn.agent}</div>` : null}</th>
         ${rows[index].map((text, column) => html`<td key=${column} class=${look(column)}>${text}</td>`)}

@@ -1,6 +1,6 @@
 // Spans as a tree: where a history was rewritten, the spans that follow it begin a branch.
 import {html} from './dom.js';
-import {excerptOf} from './episode_parts.js';
+import {excerptOf, turnMark, turnStarts} from './episode_parts.js';
 import {plural, whole} from './format.js';
 import {originName} from './tokens.js';
 
@@ -22,6 +22,7 @@ function followersOf(spans) {
 export function Tree({episode, turnPlace}) {
   const followers = followersOf(episode.spans);
   const roots = followers.get(-1) || [];
+  const turnStart = turnStarts(episode);
   const turnOf = new Map();
   episode.turns.forEach((turn, index) => turn.spans.forEach((number) => turnOf.set(number, index + 1)));
   const ends = episode.spans.filter((_, number) => !followers.has(number)).length;
@@ -30,7 +31,7 @@ export function Tree({episode, turnPlace}) {
   return html`<section class="card">
     <h2>${roots.length > 1 || ends > 1 ? many : 'One history, never rewritten'}</h2>
     <p class="muted">Each piece is a span of ids with its length; ✂ marks one that replaces the end of the span before it.</p>
-    <${Branches} starts=${roots} depth=${0} ...${{episode, followers, turnOf, turnPlace}} />
+    <${Branches} starts=${roots} depth=${0} ...${{episode, followers, turnOf, turnStart, turnPlace}} />
   </section>`;
 }
 
@@ -51,11 +52,12 @@ function Branch({start, depth, ...of}) {
   return html`<li>
     <div class="pieces">${row.map((number) => html`<${Piece} key=${number} number=${number} ...${of} />`)}</div>
     ${below.length && depth < MAX_DEPTH ? html`<${Branches} starts=${below} depth=${depth + 1} ...${of} />` : null}
-    ${below.length && depth >= MAX_DEPTH ? html`<p class="muted">… ${plural(below.length, 'more branch', 'more branches')} below</p>` : null}
+    ${below.length && depth >= MAX_DEPTH
+      ? html`<p class="muted">… ${plural(below.length, 'more branch', 'more branches')} below</p>` : null}
   </li>`;
 }
 
-function Piece({number, episode, turnOf, turnPlace}) {
+function Piece({number, episode, turnOf, turnStart, turnPlace}) {
   const span = episode.spans[number];
   const before = episode.spans[span.parent];
   const isCut = before && span.parent < number && span.start < before.start + before.length;
@@ -63,7 +65,9 @@ function Piece({number, episode, turnOf, turnPlace}) {
   const name = turn ? html`<a href=${turnPlace(turn)}>turn ${turn}</a>` : originName(span.origin);
   const facts = [plural(span.length, 'id')];
   if (span.agent && span.agent !== 'main') facts.push(span.agent);
-  return html`<div class=${'piece ' + (span.origin === 'model' ? 'of-model' : 'of-world')}>
+  const isStart = turnStart.has(number);
+  const look = 'piece ' + (span.origin === 'model' ? 'of-model' : 'of-world') + (isStart ? ' turn' : '');
+  return html`<div class=${look} ...${isStart ? turnMark(turn) : {}}>
     <p class="small">${isCut ? html`<b title=${'from position ' + whole(span.start)}>✂ </b>` : null}${name}
       <span class="muted"> ${facts.join(', ')}</span></p>
     <p class="excerpt">${excerptOf((span.text || '').trim(), PIECE_EXCERPT)}</p>

@@ -1,7 +1,7 @@
 // An episode: its head, the time it took, and four views of it.
 import {changeQuery, diffPlace, episodePlace, go, groupPlace, listPlace} from '../address.js';
 import {html, useEffect, useLoaded, useMemo, useRef, useState} from '../dom.js';
-import {Answer, Outcome, Trail, excerptOf, sampleName, taskText} from '../episode_parts.js';
+import {Answer, Outcome, Trail, excerptOf, sampleName, taskText, turnMark, turnStarts} from '../episode_parts.js';
 import {bytes, figure, plural, seconds, whole} from '../format.js';
 import {moveFocus, useViewKeys} from '../keys.js';
 import {Trainer} from '../ledger.js';
@@ -27,6 +27,7 @@ export function Episode({place, row, ready}) {
 
   // Another episode is seen as this one was.
   const placeOf = (key) => episodePlace(run, key, {view: place.query.get('view'), by: place.query.get('by')});
+  // A turn's own link leads to what was said in it.
   const turnPlace = (number) => episodePlace(run, place.key, {turn: number, by: place.query.get('by')});
   const rival = isShown ? rivalOf(episode) : null;
 
@@ -34,7 +35,7 @@ export function Episode({place, row, ready}) {
     const element = moveFocus('.turn', step);
     if (element) changeQuery({turn: element.dataset.turn});
   };
-  const toView = (name) => changeQuery({view: name === VIEW_NAMES[0] ? '' : name, turn: ''});
+  const toView = (name) => changeQuery({view: name === VIEW_NAMES[0] ? '' : name});
   const nextColoring = () => {
     const names = Object.keys(COLORINGS);
     changeQuery({by: names[(names.indexOf(by) + 1) % names.length]});
@@ -77,7 +78,7 @@ export function Episode({place, row, ready}) {
       aria-current=${name === view ? 'page' : null}>${name} <kbd>${index + 1}</kbd></a>`)}</nav>
     ${COLORED.includes(view)
       ? html`<${Colored} episode=${episode} by=${by}><${Shown} episode=${episode} run=${run} by=${by} turnPlace=${turnPlace} /><//>`
-      : html`<${Shown} episode=${episode} run=${run} turnPlace=${turnPlace} />`}
+      : html`<${Shown} episode=${episode} turn=${turn} turnPlace=${turnPlace} />`}
   </div>`;
 }
 
@@ -224,7 +225,7 @@ function Conversation({episode, run, by, turnPlace}) {
 
 function Turn({episode, turn, number, run, by, turnPlace}) {
   const id = 'turn-' + number;
-  return html`<section id=${id} class="card turn" data-turn=${number} tabindex="-1" aria-labelledby=${id + '-title'}>
+  return html`<section class="card turn" ...${turnMark(number)} aria-labelledby=${id + '-title'}>
     <div class="turn-head">
       <h2 id=${id + '-title'}><a href=${turnPlace(number)}>Turn ${number}</a></h2>
       ${turn.agent !== 'main' ? html`<span class="badge">${turn.agent}</span>` : null}
@@ -290,12 +291,17 @@ function Info({info}) {
 
 // Everything in the order of the record: what was given and what was sampled.
 function Spans({episode, by}) {
-  return useMemo(() => html`<section class="card spans">
-    ${episode.spans.map((span, number) => html`<div key=${number} class=${'span ' + (span.origin === 'model' ? 'of-model' : 'of-world')}>
-      <p class="small muted">${spanFacts(span, number).join(' · ')}</p>
-      <${TokenBlock} episode=${episode} spans=${[number]} by=${by} label=${'span ' + number} />
-    </div>`)}
-  </section>`, [episode, by]);
+  return useMemo(() => {
+    const turnStart = turnStarts(episode);
+    return html`<section class="card spans">${episode.spans.map((span, number) => {
+      const turn = turnStart.get(number);
+      const look = 'span ' + (span.origin === 'model' ? 'of-model' : 'of-world') + (turn ? ' turn' : '');
+      return html`<div key=${number} class=${look} ...${turn ? turnMark(turn) : {}}>
+        <p class="small muted">${turn ? html`<b>turn ${turn}</b> · ` : null}${spanFacts(span, number).join(' · ')}</p>
+        <${TokenBlock} episode=${episode} spans=${[number]} by=${by} label=${'span ' + number} />
+      </div>`;
+    })}</section>`;
+  }, [episode, by]);
 }
 
 function spanFacts(span, number) {
