@@ -33,8 +33,14 @@ from turnwright_view.web.episode_rows import (
 from turnwright_view.web.index_tables import BATCH_ROWS, VERSION, Found, IndexState
 from turnwright_view.web.search import EpisodeFilter, Words
 
-BATCH_BYTES = 8 * 2**20
-"""Bytes of records that are written in one transaction."""
+BATCH_S = 0.5
+"""Seconds of reading that are written in one transaction."""
+
+BATCH_CHARACTERS = 16 * 2**20
+"""Characters of records that are written in one transaction."""
+
+ROUND_BYTES = 64 * 2**20
+"""Bytes of records after which another viewer may write."""
 
 MAX_SCANNED = 128 * 2**20
 """Maximum bytes of records that one search looks at; the next request continues."""
@@ -109,7 +115,7 @@ class RunIndex:
         while not self._stop.is_set():
             more = False
             try:
-                more = self.update(BATCH_BYTES)
+                more = self.update(ROUND_BYTES)
                 self.error = ""
             except Exception as error:  # whatever a file holds or lacks: the next round may read it
                 self.error = f"{type(error).__name__}: {error}"
@@ -132,30 +138,37 @@ class RunIndex:
 
     def _update(self, sql: sqlite3.Connection, most: int) -> bool:
         state = self._checked(sql, index_tables.read_state(sql))
+        first = state.read
         batch: list[ReadEpisode] = []
         unreadable = 0
-        done = 0
-        written = state.read
+        characters = 0
+        began = time.monotonic()
         more = False
-        for at, line in complete_lines(self.trajectories, state.read):
+        for at, line in complete_lines(self.trajectories, first):
             episode = read_episode(state.records + len(batch) + unreadable, at, line)
             if episode is None:
                 unreadable += 1
             else:
                 batch.append(episode)
-            done = at + len(line)
+                characters += len(episode.text)
 
-            if len(batch) >= BATCH_ROWS or done - state.read >= min(most, BATCH_BYTES):
+            done = at + len(line)
+            more = done - first >= most
+            is_full = len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS
+            if more or is_full or time.monotonic() - began >= BATCH_S:
                 state = index_tables.write_episodes(sql, state, batch, unreadable, done)
                 batch = []
                 unreadable = 0
-                more = done - written >= most
+                characters = 0
+                began = time.monotonic()
             if more or self._stop.is_set():
                 break
             while self._requests and not self._stop.is_set():  # requests have priority
                 time.sleep(0.001)
 
-        if (batch or unreadable) and not self._stop.is_set():
+        if self._stop.is_set():
+            return False
+        if batch or unreadable:
             state = index_tables.write_episodes(sql, state, batch, unreadable, done)
         if not more:
             self._read_training(sql, state)

@@ -26,7 +26,7 @@ from turnwright_view.run_rows import RunRow, RunRows, find_runs
 from turnwright_view.web import bundle
 from turnwright_view.web.episode import episode_page
 from turnwright_view.web.episode_rows import EpisodeColumns
-from turnwright_view.web.index import BATCH_BYTES, RunIndex
+from turnwright_view.web.index import ROUND_BYTES, RunIndex
 from turnwright_view.web.media import Thumbnails
 from turnwright_view.web.overview import glossary, overview
 from turnwright_view.web.search import EpisodeFilter
@@ -186,7 +186,7 @@ def _packed(row: RunRow, path: Path, episodes: int, max_bytes: int, told: Progre
     """Index a run and pack some of its episodes into so many bytes."""
     index = RunIndex(path)
     try:
-        while index.update(BATCH_BYTES):
+        while index.update(ROUND_BYTES):
             state = index.progress()
             told.tell(f"reading {row.name}: {state['read'] / max(1, state['size']):.0%}")
         page = overview(index, row.id, row.name, row.state)

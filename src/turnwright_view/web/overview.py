@@ -10,6 +10,7 @@ from turnwright.display.diagnosis import FILE as SANITY
 from turnwright.display.diagnosis import findings
 from turnwright.display.run_data import Row, RunData, mapping, number, parse, read_run
 from turnwright.records.episode_metrics import METRIC_GROUPS, flatten_row
+from turnwright.records.run_dir import LOG_FILE
 from turnwright_view.web.diagnosed import diagnoses_of
 from turnwright_view.web.episode_rows import key_of
 from turnwright_view.web.evaluations import held_out
@@ -24,9 +25,6 @@ from turnwright_view.web.run_tables import (
 )
 from turnwright_view.web.story import story_of
 from turnwright_view.web.texts import truncate
-
-LOG = "run.log"
-"""Name of a run's log file."""
 
 
 def overview(index: RunIndex, run_id: str, name: str, state: str, since: int = 0) -> dict[str, Any]:
@@ -70,7 +68,7 @@ def overview(index: RunIndex, run_id: str, name: str, state: str, since: int = 0
         "problems": [truncate(problem) for problem in (*problems, *index.problems())],
         "indexed": progress,
         "facets": facets(index),
-        "log": LOG if (index.path / LOG).is_file() else "",
+        "log": LOG_FILE if (index.path / LOG_FILE).is_file() else "",
     }
 
 
@@ -132,7 +130,7 @@ def _recipe(index: RunIndex) -> Any:
 
 def look(index: RunIndex) -> tuple[Any, ...]:
     """Return what tells whether the page of a run has changed."""
-    files = ("config.json", "summary.json", "metrics.jsonl", SANITY, LOG)
+    files = ("config.json", "summary.json", "metrics.jsonl", SANITY, LOG_FILE)
     return (
         *(_changed(index.path / name) for name in files),
         index.progress(),

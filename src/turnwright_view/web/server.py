@@ -160,6 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     protocol_version = "HTTP/1.1"
     timeout = 60
+    # Head and body leave together, at once: else each answer waits 40 ms for the browser's receipt.
+    wbufsize = -1
+    disable_nagle_algorithm = True
     server: _Http
 
     def do_GET(self) -> None:
