@@ -76,7 +76,7 @@ class WrittenEpisode:
         text = "".join(str(one["content"]) for one in asked)
         given = self.span("env" if last >= 0 else "prompt", [text, "|"], last, start)
         sampled = self.span("model", reply, given, None)
-        self.scored[str(sampled)] = [value - 0.001 for value in self.spans[sampled]["logprobs"]]
+        self.scored[str(sampled)] = [value - 0.002 for value in self.spans[sampled]["logprobs"]]
         self.turns.append(
             {
                 "agent": "main",
@@ -167,6 +167,15 @@ def group() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             first |= {"untrained": "rewound", "untrained_from": 2}
             episode.scored["1"][2:] = [None, None]
         yield episode.record(final=[message("user", "right")]), episode.training(advantage)
+
+
+def tie() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield record and training of two siblings with the same reward, of which nothing is
+    trained."""
+    for sample in range(2):
+        episode = WrittenEpisode(sample, 0.0, task="tie", step=1)
+        episode.turn([ASKED], ["answer", " ", "3", END])
+        yield episode.record(), episode.training(None, "no_signal")
 
 
 def with_tools() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -269,7 +278,7 @@ def write_run(folder: Path, *, long: int = 0) -> Path:
     """Write the run; with `long`, also a reply of so many ids."""
     folder.mkdir(parents=True, exist_ok=True)
     records, training = [], []
-    for record, row in (*group(), with_tools()):
+    for record, row in (*group(), with_tools(), *tie()):
         records.append(record)
         training.append(row)
     records += hostile()

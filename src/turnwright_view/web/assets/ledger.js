@@ -1,6 +1,8 @@
 // What the trainer saw beside what the engine saw: an account of the sampled ids that adds up, a
 // table by turn, and a ledger with a row an id.
+import {Context} from './context.js';
 import {html, useMemo, useState} from './dom.js';
+import {turnMark} from './episode_parts.js';
 import {figure, percent, plural, signed, whole} from './format.js';
 import {Segmented} from './parts.js';
 import {factsOf, shownText, stateWords} from './tokens.js';
@@ -17,7 +19,8 @@ export function accountOf(episode) {
     account.beyond += span.tokens ? span.length - span.tokens.length : 0;
     for (const [from, to, state, reason] of span.state || []) addPart(account.parts, state, reason, to - from);
   }
-  account.parts.sort((a, b) => STATES_IN_ORDER.indexOf(a.state) - STATES_IN_ORDER.indexOf(b.state) || b.count - a.count);
+  const rank = ({state}) => STATES_IN_ORDER.indexOf(state);
+  account.parts.sort((a, b) => rank(a) - rank(b) || b.count - a.count);
   account.missing = account.sampled - account.parts.reduce((sum, part) => sum + part.count, 0);
   return account;
 }
@@ -30,9 +33,10 @@ function addPart(parts, state, reason, count) {
   else parts.push({state, reason, count});
 }
 
-export function Trainer({episode, turnPlace}) {
+export function Trainer({episode, turn, turnPlace}) {
   return html`<${Account} account=${useMemo(() => accountOf(episode), [episode])} />
     <${TurnTable} episode=${episode} turnPlace=${turnPlace} />
+    <${Context} episode=${episode} number=${turn} />
     <${Ledger} episode=${episode} turnPlace=${turnPlace} />`;
 }
 
@@ -83,31 +87,46 @@ function addTo(sums, facts) {
   sums.advantage += facts.advantage || 0;
 }
 
-function TurnTable({episode, turnPlace}) {
-  const rows = useMemo(() => episode.turns.map((turn) => turnFigures(episode, turn)), [episode]);
+const TURN_COLUMNS = [
+  'context', 'cached', 'sampled', 'mean logprob',
+  'trained', 'mean weight', 'mean advantage', 'scored', 'mean difference', 'largest',
+];
+const FIRST_OF_TRAINER = 4;
+
+function turnCells(turn, sums) {
   const mean = (sum, count) => (count ? sum / count : null);
+  return [
+    whole(turn.context),
+    whole(Math.max(0, turn.cached)),
+    whole(sums.sampled),
+    signed(mean(sums.logprob, sums.known)),
+    whole(sums.trained),
+    figure(mean(sums.weight, sums.trained)),
+    signed(mean(sums.advantage, sums.trained)),
+    whole(sums.scored),
+    signed(mean(sums.mismatch, sums.scored)),
+    sums.scored ? signed(sums.largest) : '–',
+  ];
+}
+
+function TurnTable({episode, turnPlace}) {
+  const rows = useMemo(() => episode.turns.map((turn) => turnCells(turn, turnFigures(episode, turn))), [episode]);
+  const look = (column) => (column === FIRST_OF_TRAINER ? 'num side' : 'num');
   return html`<section class="card">
     <h2>Turn by turn</h2>
     <div class="scroller" role="region" aria-label="what engine and trainer saw, by turn" tabindex="0">
     <table class="sides">
       <thead>
-        <tr><td></td><th scope="colgroup" colspan="4">engine</th><th scope="colgroup" colspan="6" class="side">trainer</th></tr>
-        <tr><th scope="col">turn</th><th scope="col" class="num">context</th><th scope="col" class="num">cached</th>
-          <th scope="col" class="num">sampled</th><th scope="col" class="num">mean logprob</th>
-          <th scope="col" class="num side">trained</th><th scope="col" class="num">mean weight</th><th scope="col" class="num">mean advantage</th>
-          <th scope="col" class="num">scored</th><th scope="col" class="num">mean difference</th><th scope="col" class="num">largest</th></tr>
+        <tr><td></td><th scope="colgroup" colspan=${FIRST_OF_TRAINER}>engine</th>
+          <th scope="colgroup" colspan=${TURN_COLUMNS.length - FIRST_OF_TRAINER} class="side">trainer</th></tr>
+        <tr><th scope="col">turn</th>
+          ${TURN_COLUMNS.map((name, column) => html`<th key=${name} scope="col" class=${look(column)}>${name}</th>`)}</tr>
       </thead>
-      <tbody>${episode.turns.map((turn, index) => {
-        const sums = rows[index];
-        return html`<tr key=${index}>
-          <th scope="row"><a href=${turnPlace(index + 1)}>turn ${index + 1}</a>${turn.agent !== 'main' ? ' ' + turn.agent : ''}</th>
-          <td class="num">${whole(turn.context)}</td><td class="num">${whole(Math.max(0, turn.cached))}</td>
-          <td class="num">${whole(sums.sampled)}</td><td class="num">${signed(mean(sums.logprob, sums.known))}</td>
-          <td class="num side">${whole(sums.trained)}</td><td class="num">${figure(mean(sums.weight, sums.trained))}</td>
-          <td class="num">${signed(mean(sums.advantage, sums.trained))}</td><td class="num">${whole(sums.scored)}</td>
-          <td class="num">${signed(mean(sums.mismatch, sums.scored))}</td><td class="num">${sums.scored ? signed(sums.largest) : '–'}</td>
-        </tr>`;
-      })}</tbody>
+      <tbody>${episode.turns.map((turn, index) => html`<tr key=${index} class="turn" ...${turnMark(index + 1)}>
+        <th scope="row"><a href=${turnPlace(index + 1)}>turn ${index + 1}</a>
+          ${turn.agent !== 'main' ? html`<div class="small muted agent">${turn.agent}</div>` : null}</th>
+        ${rows[index].map((text, column) => html`<td key=${column} class=${look(column)}>${text}</td>`)}
+      </tr>`)}</tbody>
     </table></div>
     <p class="muted small">The context is what the engine was given before it sampled; cached ids of it were not computed again.
       The difference is the trainer’s logprob minus the engine’s, in nats.</p>
@@ -143,25 +162,43 @@ function Ledger({episode, turnPlace}) {
   const rows = useMemo(() => inOrder(all, order), [all, order]);
 
   return html`<section class="card">
-    <div class="row"><h2>Ledger</h2><${Segmented} label="order" value=${order} values=${LEDGER_ORDERS} onChange=${setOrder} /></div>
+    <div class="row">
+      <h2>Ledger</h2>
+      <${Segmented} label="order" value=${order} values=${LEDGER_ORDERS} onChange=${setOrder} />
+    </div>
     <div class="scroller" role="region" aria-label="ledger of the sampled ids" tabindex="0">
     <table class="ledger">
-      <thead><tr><th scope="col" class="num">turn</th><th scope="col" class="num">id</th><th scope="col">text</th>
-        <th scope="col" class="num">engine</th><th scope="col" class="num">trainer</th><th scope="col" class="num">difference</th>
-        <th scope="col" class="num">weight</th><th scope="col" class="num">advantage</th><th scope="col">state</th></tr></thead>
-      <tbody>${rows.slice(0, most).map((row, index) => html`<tr key=${order + index}>
-        <td class="num"><a href=${turnPlace(row.turn)}>${row.turn}</a></td>
-        <td class="num">${row.id}</td>
-        <td><code>${shownText(row.text)}</code></td>
-        <td class="num">${nats(row.logprob)}</td><td class="num">${nats(row.trainer)}</td>
-        <td class="num">${signed(row.mismatch)}</td>
-        <td class="num">${figure(row.weight)}</td><td class="num">${signed(row.advantage)}</td>
-        <td><span class=${'token ' + row.state}>${stateWords(row)}</span></td>
-      </tr>`)}</tbody>
+      <thead><tr>
+        <th scope="col" class="num">turn</th>
+        <th scope="col" class="num">id</th>
+        <th scope="col">text</th>
+        <th scope="col" class="num">engine</th>
+        <th scope="col" class="num">trainer</th>
+        <th scope="col" class="num">difference</th>
+        <th scope="col" class="num">weight</th>
+        <th scope="col" class="num">advantage</th>
+        <th scope="col">state</th>
+      </tr></thead>
+      <tbody>${rows.slice(0, most).map((row, index) =>
+        html`<${LedgerRow} key=${order + index} row=${row} turnPlace=${turnPlace} />`)}</tbody>
     </table></div>
     ${rows.length > most ? html`<p><button type="button" onClick=${() => setMost(most + 5 * ROWS)}>
       show more of ${plural(rows.length, 'id')}, of which ${whole(most)} are here</button></p>` : null}
   </section>`;
+}
+
+function LedgerRow({row, turnPlace}) {
+  return html`<tr>
+    <td class="num"><a href=${turnPlace(row.turn)}>${row.turn}</a></td>
+    <td class="num">${row.id}</td>
+    <td><code>${shownText(row.text)}</code></td>
+    <td class="num">${nats(row.logprob)}</td>
+    <td class="num">${nats(row.trainer)}</td>
+    <td class="num">${signed(row.mismatch)}</td>
+    <td class="num">${figure(row.weight)}</td>
+    <td class="num">${signed(row.advantage)}</td>
+    <td><span class=${'token ' + row.state}>${stateWords(row)}</span></td>
+  </tr>`;
 }
 
 const nats = (logprob) => (logprob === null ? '–' : logprob.toFixed(4).replace('-', '−'));

@@ -14,18 +14,27 @@ export function Text({text}) {
     <button type="button" onClick=${() => setOpen(true)}>show all ${whole(text.length)} characters</button>`;
 }
 
-export function Message({message, run, isSame = false}) {
+export function Message({message, run}) {
   const isModel = message.role === 'assistant';
-  return html`<div class=${'message ' + (isModel ? 'of-model' : 'of-world') + (isSame ? ' same' : '')}>
+  return html`<div class=${'message ' + (isModel ? 'of-model' : 'of-world')}>
     <p class="author">${message.role}${message.name ? html`${' '}<b>${message.name}</b>` : null}</p>
     <div class="content">
       <${Images} images=${message.images || []} run=${run} />
-      ${message.reasoning ? html`<details open><summary class="small muted">reasoning</summary><${Text} text=${message.reasoning} /></details>` : null}
+      <${Reasoning} text=${message.reasoning} />
       ${message.text ? html`<${Text} text=${message.text} />` : null}
       <${Calls} calls=${message.calls || []} />
       ${isEmpty(message) ? html`<p class="muted small">no text</p>` : null}
     </div>
   </div>`;
+}
+
+export function Messages({messages, run}) {
+  return messages.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`);
+}
+
+export function Reasoning({text}) {
+  if (!text) return null;
+  return html`<details open><summary class="small muted">reasoning</summary><${Text} text=${text} /></details>`;
 }
 
 function isEmpty(message) {
@@ -52,20 +61,20 @@ export function Calls({calls, log = []}) {
   if (!calls.length && !rest.length) return null;
   return html`<ul class="calls" aria-label="calls">
     ${calls.map((call, number) => html`<${Call} key=${number} call=${call} outcome=${log[number]} />`)}
-    ${rest.map((outcome, number) => html`<li key=${'rest' + number}><b>${outcome.tool}</b> <${Outcome} outcome=${outcome} /></li>`)}
+    ${rest.map((outcome, number) => html`<li key=${'rest' + number}><b>${outcome.tool}</b> <${CallOutcome} outcome=${outcome} /></li>`)}
   </ul>`;
 }
 
 function Call({call, outcome}) {
   const given = pretty(call.arguments || '');
   return html`<li>
-    <span aria-hidden="true">→ </span><b>${call.name || '(unnamed)'}</b> <${Outcome} outcome=${outcome} />
+    <span aria-hidden="true">→ </span><b>${call.name || '(unnamed)'}</b> <${CallOutcome} outcome=${outcome} />
     ${given ? html`<${Text} text=${given} />` : null}
     ${call.error ? html`<p class="wrong">✖ ${call.error}</p>` : null}
   </li>`;
 }
 
-function Outcome({outcome}) {
+function CallOutcome({outcome}) {
   if (!outcome) return null;
   const time = outcome.s === null || outcome.s === undefined ? '' : seconds(outcome.s);
   return html`<span class="small muted">${time}</span> ${outcome.error

@@ -30,14 +30,18 @@ export function Timeline({timing, turnPlace, onTurn}) {
   const length = Math.max(timing.wall_s || 0, spent + reward);
   if (!turns.length || !length) return null;
 
-  const behind = [['reward', 'computing the reward', reward], ['wait', 'waiting, before and between its turns', length - spent - reward]];
+  const behind = [
+    ['reward', 'computing the reward', reward],
+    ['wait', 'waiting, before and between its turns', length - spent - reward],
+  ].filter(([, , time]) => time > 0);
   return html`<section class="timeline" aria-label="time of each turn">
     <ol class="bars">
       ${turns.map(({number, parts}) => html`<li key=${number} style=${{width: widthOf(total(parts), length)}}>
         <${Bar} number=${number} parts=${parts} place=${turnPlace(number)} onTurn=${onTurn} />
       </li>`)}
-      ${behind.map(([kind, name, time]) => time > 0 ? html`<li key=${kind} style=${{width: widthOf(time, length)}} title=${name + ': ' + seconds(time)}>
-        <span class="turn-bar"><span class=${'part ' + kind} style=${{flexGrow: 1}}></span></span></li>` : null)}
+      ${behind.map(([kind, name, time]) => html`<li key=${kind} style=${{width: widthOf(time, length)}} title=${name + ': ' + seconds(time)}>
+        <span class="turn-bar"><span class=${'part ' + kind} style=${{flexGrow: 1}}></span></span>
+      </li>`)}
     </ol>
     <div class="axis" aria-hidden="true">${ticksOf(length).map((time) =>
       html`<span key=${time} style=${{left: widthOf(time, length)}}>${time ? seconds(time) : '0'}</span>`)}</div>
@@ -49,14 +53,15 @@ const widthOf = (value, length) => (100 * value) / length + '%';
 
 function Bar({number, parts, place, onTurn}) {
   const told = KINDS.filter(([kind]) => parts[kind] > 0).map(([kind, name]) => name + ' ' + seconds(parts[kind]));
+  const whole = total(parts);
   const label = 'turn ' + number + ': ' + told.join(', ');
   const clicked = (event) => {
     event.preventDefault();
     onTurn(number);
   };
   return html`<a href=${place} aria-label=${label} title=${label} onClick=${clicked}>
-    <span class="turn-bar">${KINDS.map(([kind]) =>
-      parts[kind] > 0 ? html`<span key=${kind} class=${'part ' + kind} style=${{flexGrow: parts[kind] / total(parts)}}></span>` : null)}</span>
+    <span class="turn-bar">${KINDS.filter(([kind]) => parts[kind] > 0).map(([kind]) =>
+      html`<span key=${kind} class=${'part ' + kind} style=${{flexGrow: parts[kind] / whole}}></span>`)}</span>
     <span class="turn-number" aria-hidden="true">${number}</span>
   </a>`;
 }
@@ -72,8 +77,11 @@ function ticksOf(length) {
 }
 
 function TimeSums({turns, behind, length, wall}) {
-  const sumOf = (kind) =>
-    turns.reduce((sum, {parts}) => sum + parts[kind], 0) + behind.reduce((sum, [other, , time]) => sum + (other === kind ? time : 0), 0);
+  const sumOf = (kind) => {
+    const inTurns = turns.reduce((sum, {parts}) => sum + parts[kind], 0);
+    const [, , after] = behind.find(([other]) => other === kind) || [kind, '', 0];
+    return inTurns + after;
+  };
   const rows = KINDS.map(([kind, name]) => ({kind, name, time: sumOf(kind)})).filter(({time}) => time > 1e-9);
   return html`<ul class="sums">
     ${rows.map(({kind, name, time}) => html`<li key=${kind}>

@@ -1,7 +1,7 @@
 // Sampled ids one by one, colored by one of several figures, and a panel that tells all of the one
 // under the pointer or with the focus. A level is told by its underline as much as by its color.
 import {html, useEffect, useMemo, useState} from './dom.js';
-import {figure, percent, plural, signed, whole} from './format.js';
+import {figure, plural, signed, whole} from './format.js';
 
 const LOGPROB_BOUNDS = [-0.10536, -0.69315, -2.30259, -4.60517]; // 90%, 50%, 10%, 1%
 const MISMATCH_BOUNDS = [1e-5, 1e-3, 1e-2, 1e-1];
@@ -14,7 +14,10 @@ export const COLORINGS = {
   },
   logprob: {
     about: 'how likely each id was to the engine that sampled it',
-    legend: [['l0', 'over 90%'], ['l1', 'over 50%'], ['l2', 'over 10%'], ['l3', 'over 1%'], ['l4', 'under 1%'], ['none', 'unknown']],
+    legend: [
+      ['l0', 'over 90%'], ['l1', 'over 50%'], ['l2', 'over 10%'], ['l3', 'over 1%'], ['l4', 'under 1%'],
+      ['none', 'unknown'],
+    ],
   },
   advantage: {
     about: 'in which direction each id was trained',
@@ -22,7 +25,10 @@ export const COLORINGS = {
   },
   mismatch: {
     about: 'how far the trainer’s logprob is from the engine’s, in nats',
-    legend: [['l0', 'under 0.00001'], ['l1', 'under 0.001'], ['l2', 'under 0.01'], ['l3', 'under 0.1'], ['l4', 'over 0.1'], ['none', 'not scored']],
+    legend: [
+      ['l0', 'under 0.00001'], ['l1', 'under 0.001'], ['l2', 'under 0.01'], ['l3', 'under 0.1'], ['l4', 'over 0.1'],
+      ['none', 'not scored'],
+    ],
   },
 };
 
@@ -72,12 +78,15 @@ function advantageAt(span, index, state) {
 }
 
 function levelOf(by, span, index) {
-  const facts = factsOf(span, index);
-  if (by === 'logprob') return facts.logprob === null ? 'none' : 'l' + LOGPROB_BOUNDS.filter((bound) => facts.logprob < bound).length;
-  if (by === 'mismatch') return facts.mismatch === null ? 'none' : 'l' + MISMATCH_BOUNDS.filter((bound) => Math.abs(facts.mismatch) > bound).length;
-  if (by === 'state') return facts.state;
-  if (facts.state !== 'trained' || !facts.advantage) return 'none';
-  return facts.advantage > 0 ? 'up' : 'down';
+  const {state, logprob, mismatch, advantage} = factsOf(span, index);
+  if (by === 'state') return state;
+  if (by === 'logprob') return logprob === null ? 'none' : 'l' + LOGPROB_BOUNDS.filter((bound) => logprob < bound).length;
+  if (by === 'mismatch') {
+    if (mismatch === null) return 'none';
+    return 'l' + MISMATCH_BOUNDS.filter((bound) => Math.abs(mismatch) > bound).length;
+  }
+  if (!advantage) return 'none';
+  return advantage > 0 ? 'up' : 'down';
 }
 
 // A line break that is an id is seen, and still breaks the line.
@@ -93,27 +102,38 @@ export function TokenBlock({episode, spans, by, label}) {
     const span = episode.spans[number];
     if (!span) continue;
     if (!span.tokens) {
-      pieces.push(html`<span key=${number} class=${'token ' + stateAt(span, 0).state} data-token=${number + ':-1'} tabindex=${pieces.length ? null : 0}>${shownText(span.text || '')}</span>`);
+      pieces.push(html`<${WholeSpan} key=${number} span=${span} number=${number} isFirst=${!pieces.length} />`);
       continue;
     }
-    for (let from = 0; from < span.tokens.length; from += CHUNK)
-      pieces.push(html`<${Chunk} key=${number + ':' + from} span=${span} number=${number} from=${from} by=${by} first=${!pieces.length} />`);
-    if (span.tokens.length < span.length)
-      pieces.push(html`<em key=${number + ':rest'} class="muted"> … ${plural(span.length - span.tokens.length, 'more id')} left out here</em>`);
+    for (let from = 0; from < span.tokens.length; from += CHUNK) {
+      const isFirst = !pieces.length;
+      const key = number + ':' + from;
+      pieces.push(html`<${Chunk} key=${key} span=${span} number=${number} from=${from} by=${by} isFirst=${isFirst} />`);
+    }
+    const left = span.length - span.tokens.length;
+    if (left > 0) pieces.push(html`<em key=${number + ':rest'} class="muted"> … ${plural(left, 'more id')} left out here</em>`);
   }
   return html`<pre class="tokens" role="group" aria-label=${label + ': arrow keys move from id to id'}>${pieces}</pre>`;
 }
 
+// A span whose ids have no texts of their own: mostly what the model was given.
+function WholeSpan({span, number, isFirst}) {
+  const {state} = stateAt(span, 0);
+  const text = shownText(span.text || '');
+  return html`<span class=${'token ' + state} data-token=${number + ':-1'} tabindex=${isFirst ? 0 : null}>${text}</span>`;
+}
+
 // The same elements are given back until the coloring changes, so that nothing is compared again.
-function Chunk({span, number, from, by, first}) {
+function Chunk({span, number, from, by, isFirst}) {
   return useMemo(() => {
     const tokens = span.tokens.slice(from, from + CHUNK);
     return tokens.map((text, offset) => {
       const index = from + offset;
-      const tabindex = first && offset === 0 ? 0 : null;
-      return html`<span class=${'token ' + levelOf(by, span, index)} data-token=${number + ':' + index} tabindex=${tabindex}>${shownText(text)}</span>`;
+      const tabindex = isFirst && offset === 0 ? 0 : null;
+      const level = 'token ' + levelOf(by, span, index);
+      return html`<span class=${level} data-token=${number + ':' + index} tabindex=${tabindex}>${shownText(text)}</span>`;
     });
-  }, [span, from, by, first]);
+  }, [span, from, by, isFirst]);
 }
 
 export function Legend({by}) {
@@ -142,8 +162,19 @@ export function TokenPanel({root, episode}) {
   useEffect(() => {
     const field = root.current;
     if (!field) return undefined;
+    // Where the page scrolls under a pointer that rests, other ids come to lie under it; that is no
+    // choice, and must not replace the id that a key led to.
+    let pointer = '';
+    const placeOf = (event) => event.screenX + ',' + event.screenY;
     const listeners = {
-      mouseover: (event) => tokenOf(event) && setToken(tokenOf(event).dataset.token),
+      mousemove: (event) => {
+        pointer = placeOf(event);
+      },
+      mouseover: (event) => {
+        const moved = placeOf(event) !== pointer;
+        pointer = placeOf(event);
+        if (moved && tokenOf(event)) setToken(tokenOf(event).dataset.token);
+      },
       focusin: (event) => tokenOf(event) && setToken(tokenOf(event).dataset.token),
       click: (event) => tokenOf(event) && !window.getSelection().toString() && focusToken(tokenOf(event)),
       keydown: moveByKey,
@@ -217,7 +248,10 @@ export function stateWords({state, reason}) {
   return reason ? words + ': ' + reason : words;
 }
 
-const probability = (logprob) => percent(Math.exp(Math.min(0, logprob)), 2);
+function probability(logprob) {
+  const share = 100 * Math.exp(Math.min(0, logprob));
+  return (share >= 1e-3 ? String(Number(share.toPrecision(3))) : share.toExponential(1)) + '%';
+}
 
 function TokenFacts({facts}) {
   const rows = [

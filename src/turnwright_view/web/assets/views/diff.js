@@ -1,13 +1,12 @@
 // Two episodes side by side, turn by turn: what of their replies differs, id by id.
-import {diffPlace, episodePlace, go, groupPlace, runPlace} from '../address.js';
+import {diffPlace, episodePlace, go, groupPlace} from '../address.js';
 import {answerTo, changesOf, partingTurn, replyOf, segmentsOf} from '../compare.js';
 import {html, useEffect, useLoaded, useMemo} from '../dom.js';
-import {figure, plural, seconds} from '../format.js';
+import {Outcome, Trail, givenIn, sampleName, taskText} from '../episode_parts.js';
+import {figure, plural} from '../format.js';
 import {moveFocus, useViewKeys} from '../keys.js';
-import {Failure, Message} from '../messages.js';
-import {Advantage, Reward, Stop} from '../parts.js';
+import {Failure, Messages} from '../messages.js';
 import {source} from '../source.js';
-import {taskText} from './episode.js';
 
 export function Diff({place, row, ready}) {
   const run = place.run;
@@ -35,21 +34,15 @@ export function Diff({place, row, ready}) {
   </div>`;
 }
 
-const nameOf = (episode) => 'sample ' + episode.row.sample + (episode.row.attempt ? ', attempt ' + (episode.row.attempt + 1) : '');
-
 function PairHead({pair, run, row}) {
   const [one, other] = pair;
   return html`<section class="card head">
-    <nav class="trail small" aria-label="where it is from">
-      <a href=${runPlace(run)}>${(row && row.name) || run}</a>
-      <a href=${groupPlace(run, one.key)}>group of task ${one.row.task}</a>
-    </nav>
-    <h1>${taskText(one) || 'task ' + one.row.task}</h1>
+    <${Trail} run=${run} row=${row}><a href=${groupPlace(run, one.key)}>group of task ${one.row.task}</a><//>
+    <h1>${taskText(one)}</h1>
     <p>${sentenceOf(one, other)}</p>
     <div class="two-sides">${pair.map((episode, side) => html`<div key=${side} class="side">
-      <h2><a href=${episodePlace(run, episode.key)}>${nameOf(episode)}</a></h2>
-      <div class="row badges"><${Reward} value=${episode.row.reward} /><${Advantage} value=${episode.row.advantage} reason=${episode.row.reason} /><${Stop} row=${episode.row} /></div>
-      <p class="muted small">${[plural(episode.turns.length, 'turn'), plural(episode.row.tokens, 'token'), seconds(episode.wall_s)].join(' · ')}</p>
+      <h2><a href=${episodePlace(run, episode.key)}>${sampleName(episode.row)}</a></h2>
+      <${Outcome} episode=${episode} />
       ${episode.error ? html`<${Failure} title="Failure" failure=${episode.error} />` : null}
     </div>`)}</div>
     <nav class="moves row small" aria-label="other differences">
@@ -65,7 +58,7 @@ function sentenceOf(one, other) {
   if (parting < 0) return 'Both have the same ids to their ends.';
   const ended = [one, other].find((episode) => !episode.turns[parting]);
   const before = parting ? 'The same ids in ' + plural(parting, 'turn') + '; ' : '';
-  const what = ended ? nameOf(ended) + ' has ended before turn ' : 'they part ways in turn ';
+  const what = ended ? sampleName(ended.row) + ' has ended before turn ' : 'they part ways in turn ';
   const sentence = before + what + (parting + 1) + '.';
   return sentence[0].toUpperCase() + sentence.slice(1);
 }
@@ -73,10 +66,12 @@ function sentenceOf(one, other) {
 function SiblingChoice({one, other, run}) {
   const siblings = one.siblings.filter((sibling) => sibling.key !== one.key);
   if (siblings.length < 2) return null;
+  const isForeign = !siblings.some((sibling) => sibling.key === other.key);
   return html`<span><label for="sibling">compare with</label>${' '}
     <select id="sibling" value=${other.key} onChange=${(event) => go(diffPlace(run, one.key, event.target.value))}>
-      ${siblings.some((sibling) => sibling.key === other.key) ? null : html`<option value=${other.key}>another task</option>`}
-      ${siblings.map((sibling) => html`<option key=${sibling.key} value=${sibling.key}>sample ${sibling.sample}${sibling.attempt ? ', attempt ' + (sibling.attempt + 1) : ''}, reward ${figure(sibling.reward)}</option>`)}
+      ${isForeign ? html`<option value=${other.key}>an episode of another group</option>` : null}
+      ${siblings.map((sibling) => html`<option key=${sibling.key} value=${sibling.key}>
+        ${sampleName(sibling)}, reward ${figure(sibling.reward)}</option>`)}
     </select></span>`;
 }
 
@@ -91,11 +86,12 @@ function TurnPair({pair, index, run}) {
   return html`<section class="card diff-turn" tabindex="-1" aria-labelledby=${id}>
     <div class="turn-head"><h2 id=${id}>Turn ${index + 1}</h2>
       <p class="small muted">${isSame ? 'the same reply' : told(turns, changed)}</p></div>
-    ${index === 0 ? html`<${Given} messages=${turns.map((turn) => (turn ? turn.messages : []))} run=${run} title="what was asked" />` : null}
-    ${isSame ? html`<${ComparedReply} name="both" pieces=${replies[0]} changed=${changes[0]} side=${0} isSame=${true} />` : html`<div class="two-sides">
-      ${pair.map((episode, side) => html`<${ComparedReply} key=${side} name=${nameOf(episode)} pieces=${replies[side]} changed=${changes[side]}
-        side=${side} hasEnded=${!turns[side]} />`)}</div>`}
-    <${Given} messages=${pair.map((episode) => answerTo(episode, index))} run=${run} title="what the world answered" />
+    ${index === 0 ? html`<${Given} title="what was asked" messages=${pair.map(givenIn)} run=${run} />` : null}
+    ${isSame
+      ? html`<${ComparedReply} name="both" pieces=${replies[0]} changed=${changes[0]} side=${0} isSame=${true} />`
+      : html`<div class="two-sides">${pair.map((episode, side) => html`<${ComparedReply} key=${side}
+          name=${sampleName(episode.row)} pieces=${replies[side]} changed=${changes[side]} side=${side} hasEnded=${!turns[side]} />`)}</div>`}
+    <${Given} title="what the world answered" messages=${pair.map((episode) => answerTo(episode, index))} run=${run} />
   </section>`;
 }
 
@@ -106,22 +102,28 @@ function told(turns, changed) {
 
 function ComparedReply({name, pieces, changed, side, isSame = false, hasEnded = false}) {
   if (hasEnded) return html`<div class="message"><p class="author">${name}</p><p class="muted content">has ended</p></div>`;
-  const segments = segmentsOf(pieces, changed);
-  return html`<div class=${'message of-model' + (isSame ? ' same' : '')}><p class="author">${name}</p>
-    <div class="content"><pre class="compared">${segments.map((segment) => segment.changed
-      ? html`<mark key=${segment.from} class=${side ? 'added' : 'removed'} data-from=${segment.from} data-to=${segment.to}>${segment.text}</mark>`
-      : html`<span key=${segment.from}>${segment.text}</span>`)}</pre></div></div>`;
+  return html`<div class=${'message of-model' + (isSame ? ' same' : '')}>
+    <p class="author">${name}</p>
+    <pre class="content compared">${segmentsOf(pieces, changed).map((segment) =>
+      html`<${Segment} key=${segment.from} segment=${segment} side=${side} />`)}</pre>
+  </div>`;
+}
+
+function Segment({segment, side}) {
+  if (!segment.changed) return html`<span>${segment.text}</span>`;
+  return html`<mark class=${side ? 'added' : 'removed'} data-from=${segment.from} data-to=${segment.to}>${segment.text}</mark>`;
 }
 
 // Messages of the world: told once and folded where both sides have the same.
-function Given({messages, run, title}) {
+function Given({title, messages, run}) {
   const [one, other] = messages;
   if (!one.length && !other.length) return null;
-  if (JSON.stringify(one) === JSON.stringify(other))
-    return html`<details class="given"><summary class="small muted">${title}: the same ${plural(one.length, 'message')}</summary>
-      ${one.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`)}</details>`;
+  if (JSON.stringify(one) === JSON.stringify(other)) return html`<details class="given">
+    <summary class="small muted">${title}: the same ${plural(one.length, 'message')}</summary>
+    <${Messages} messages=${one} run=${run} />
+  </details>`;
   return html`<div class="two-sides">${messages.map((list, side) => html`<div key=${side} class="side">
-    ${list.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`)}
+    <${Messages} messages=${list} run=${run} />
     ${list.length ? null : html`<p class="muted small">${title}: nothing</p>`}
   </div>`)}</div>`;
 }

@@ -1,13 +1,13 @@
 // A group: all attempts at one task of one step, as rows of turns, and where they part ways.
-import {diffPlace, episodePlace, keyParts, listPlace, runPlace} from '../address.js';
+import {diffPlace, episodePlace, keyParts, listPlace} from '../address.js';
 import {answerTo, commonStart, partingTurn, repliesOf, replyOf, textOf} from '../compare.js';
 import {html, useEffect, useLoaded, useMemo} from '../dom.js';
+import {Answer, Trail, excerptOf, givenIn, sampleName, taskText} from '../episode_parts.js';
 import {figure, plural, signed} from '../format.js';
 import {moveFocus, useViewKeys} from '../keys.js';
 import {Images, plainText} from '../messages.js';
 import {Reward, Stop, stepName} from '../parts.js';
 import {source} from '../source.js';
-import {Answer, givenIn, taskText} from './episode.js';
 
 const MOST_ROWS = 64;
 const MOST_SHOWN = 16; // siblings that are read whole
@@ -49,35 +49,61 @@ async function readGroup(run, key) {
   return {rows: ranked, episodes};
 }
 
-function GroupHead({group, run, row, groupKey}) {
-  const [phase, step, task] = keyParts(groupKey);
-  const rewards = group.rows.map((one) => one.reward).filter((reward) => reward !== null);
+// Figures of a group's rewards, as far as it has some.
+function rewardsOf(rows) {
+  const rewards = rows.map((row) => row.reward).filter((reward) => reward !== null);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const spread = Math.sqrt(rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / rewards.length);
-  const isTie = rewards.length > 1 && rewards.every((reward) => reward === rewards[0]);
-  const missing = group.rows.length - rewards.length;
-  const first = group.episodes[0];
-  const shownTask = first.row.task; // the address has the same without hidden characters made visible
+  const variance = rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / rewards.length;
+  return {
+    count: rewards.length,
+    missing: rows.length - rewards.length,
+    mean,
+    spread: Math.sqrt(variance),
+    least: Math.min(...rewards),
+    most: Math.max(...rewards),
+    isTie: rewards.length > 1 && rewards.every((reward) => reward === rewards[0]),
+  };
+}
 
+function GroupHead({group, run, row, groupKey}) {
+  // The address has the task as it is, the record with its hidden characters made visible.
+  const [phase, step, task] = keyParts(groupKey);
+  const first = group.episodes[0];
   return html`<section class="card head">
-    <nav class="trail small" aria-label="where it is from">
-      <a href=${runPlace(run)}>${(row && row.name) || run}</a>
+    <${Trail} run=${run} row=${row}>
       <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(phase, Number(step))}</a>
-      <a href=${listPlace(run, {task})}>task ${shownTask}</a>
-    </nav>
-    <h1>${taskText(first) || 'task ' + shownTask}</h1>
+      <a href=${listPlace(run, {task})}>task ${first.row.task}</a>
+    <//>
+    <h1>${taskText(first)}</h1>
     <${Images} images=${givenIn(first).flatMap((message) => message.images)} run=${run} />
-    <div class="row badges">
-      <span class="badge">${plural(group.rows.length, 'sibling')}</span>
-      ${rewards.length ? html`<span class="badge">mean reward ${figure(mean)}</span><span class="badge">spread ${figure(spread)}</span>
-        <span class="muted">from ${figure(Math.min(...rewards))} to ${figure(Math.max(...rewards))}</span>` : null}
-      ${isTie ? html`<span class="badge warn">tie</span><span class="muted">All rewards are equal, so the group tells nothing about what was better.</span>` : null}
-      ${missing ? html`<span class="badge warn">${missing} without a reward</span>` : null}
-    </div>
+    <${RewardFigures} rows=${group.rows} />
     <${Answer} answer=${first.answer} />
-    ${group.episodes.length < group.rows.length ? html`<p class="muted small">Below are ${group.episodes.length} of them, the best and the worst.
-      <a href=${listPlace(run, {group: groupKey})}>All in the list</a></p>` : null}
+    <${WhatIsLeftOut} group=${group} run=${run} groupKey=${groupKey} />
   </section>`;
+}
+
+function RewardFigures({rows}) {
+  const rewards = rewardsOf(rows);
+  return html`<div class="row badges">
+    <span class="badge">${plural(rows.length, 'sibling')}</span>
+    ${rewards.count ? html`
+      <span class="badge">mean reward ${figure(rewards.mean)}</span>
+      <span class="badge">spread ${figure(rewards.spread)}</span>
+      <span class="muted">from ${figure(rewards.least)} to ${figure(rewards.most)}</span>` : null}
+    ${rewards.isTie ? html`
+      <span class="badge warn">tie</span>
+      <span class="muted">All rewards are equal, so the group tells nothing about what was better.</span>` : null}
+    ${rewards.missing ? html`<span class="badge warn">${rewards.missing} without a reward</span>` : null}
+  </div>`;
+}
+
+function WhatIsLeftOut({group, run, groupKey}) {
+  const elsewhere = group.episodes[0].siblings.length - group.rows.length;
+  const isCut = group.episodes.length < group.rows.length;
+  return html`
+    ${elsewhere > 0 ? html`<p class="muted small">Its other ${elsewhere} are not in this file.</p>` : null}
+    ${isCut ? html`<p class="muted small">Below are ${group.episodes.length} of them, the best and the worst.${' '}
+      <a class="underlined" href=${listPlace(run, {group: groupKey})}>All in the list</a></p>` : null}`;
 }
 
 const MOST_REPLIES = 6;
@@ -89,31 +115,40 @@ function Parting({episodes}) {
     return Array.from({length: most}, (_, index) => repliesOf(episodes, index));
   }, [episodes]);
   const first = turns.findIndex((replies) => replies.length > 1);
-  const ends = [...new Set(episodes.map((episode) => episode.turns.length))];
 
-  let title = 'They part ways in turn ' + (first + 1);
-  if (episodes.length === 1) title = 'A single attempt';
-  else if (first < 0) title = ends.length > 1 ? 'The same replies, of different length' : 'All gave the same replies';
   return html`<section class="card parting">
-    <h2>${title}</h2>
+    <h2>${partingTitle(episodes, first)}</h2>
     <ol>${turns.map((replies, index) => html`<li key=${index} class=${index === first ? 'first' : ''}>
       <h3>turn ${index + 1}</h3>
-      <ul>${replies.slice(0, MOST_REPLIES).map((reply) => html`<${ReplyCount} key=${reply.text} reply=${reply} of=${episodes.length} />`)}
-        ${replies.length > MOST_REPLIES ? html`<li class="muted small">and ${plural(replies.length - MOST_REPLIES, 'other reply', 'other replies')}</li>` : null}
-      </ul>
+      <${Replies} replies=${replies} of=${episodes.length} />
     </li>`)}</ol>
   </section>`;
+}
+
+function partingTitle(episodes, first) {
+  if (episodes.length === 1) return 'A single attempt';
+  if (first >= 0) return 'They part ways in turn ' + (first + 1);
+  const lengths = new Set(episodes.map((episode) => episode.turns.length));
+  return lengths.size > 1 ? 'The same replies, of different length' : 'All gave the same replies';
+}
+
+function Replies({replies, of}) {
+  const left = replies.length - MOST_REPLIES;
+  return html`<ul>
+    ${replies.slice(0, MOST_REPLIES).map((reply) => html`<${ReplyCount} key=${reply.text} reply=${reply} of=${of} />`)}
+    ${left > 0 ? html`<li class="muted small">and ${plural(left, 'other reply', 'other replies')}</li>` : null}
+  </ul>`;
 }
 
 const REPLY_EXCERPT = 160;
 
 function ReplyCount({reply, of}) {
-  const text = reply.text.length > REPLY_EXCERPT ? reply.text.slice(0, REPLY_EXCERPT) + ' …' : reply.text;
+  const count = reply.siblings.length;
   return html`<li class="reply-count">
-    <span class="share" aria-hidden="true"><span style=${{width: (100 * reply.siblings.length) / of + '%'}}></span></span>
-    <span class="num count">${reply.siblings.length} ×</span>
+    <span class="share" aria-hidden="true"><span style=${{width: (100 * count) / of + '%'}}></span></span>
+    <span class="num count">${count} ×</span>
     <span><${Reward} value=${reply.reward} label="mean reward" /></span>
-    <code>${text || '(nothing)'}</code>
+    <code>${excerptOf(reply.text, REPLY_EXCERPT) || '(nothing)'}</code>
   </li>`;
 }
 
@@ -125,52 +160,68 @@ function Matrix({group, run}) {
 
   return html`<section class="card">
     <h2>Attempts, best first</h2>
-    <p class="muted small">Muted is what begins with the same ids as the best attempt; ≠ marks the turn in which an attempt first differs from it.
-      Below each reply is what the world answered.</p>
+    <p class="muted small">Muted is what begins with the same ids as the best attempt; ≠ marks the turn in which an attempt
+      first differs from it. Below each reply is what the world answered.</p>
     <div class="scroller" role="region" aria-label="attempts by turn" tabindex="0">
     <table class="matrix" style=${{minWidth: 170 + 190 * most + 'px'}}>
-      <thead><tr><th scope="col">attempt</th>${turns.map((index) => html`<th key=${index} scope="col">turn ${index + 1}</th>`)}</tr></thead>
-      <tbody>${episodes.map((episode) => html`<${Sibling} key=${episode.key} episode=${episode} best=${best} turns=${turns} run=${run} />`)}</tbody>
+      <thead><tr>
+        <th scope="col">attempt</th>
+        ${turns.map((index) => html`<th key=${index} scope="col">turn ${index + 1}</th>`)}
+      </tr></thead>
+      <tbody>${episodes.map((episode) => html`<${Sibling} key=${episode.key} ...${{episode, best, turns, run}} />`)}</tbody>
     </table></div>
   </section>`;
 }
 
 function Sibling({episode, best, turns, run}) {
-  const isBest = episode === best;
-  const parting = isBest ? -1 : partingTurn(episode, best);
-  const {row} = episode;
-  const name = 'sample ' + row.sample + (row.attempt ? ', attempt ' + (row.attempt + 1) : '');
+  const parting = episode === best ? -1 : partingTurn(episode, best);
   return html`<tr class="sibling" data-key=${episode.key}>
-    <th scope="row">
-      <p class="row"><a class="sample" href=${episodePlace(run, episode.key)}>${name}</a><${Reward} value=${row.reward} label="" /></p>
-      <p class="small muted">${row.reason ? 'not trained: ' + row.reason : 'advantage ' + signed(row.advantage)}</p>
-      ${row.stop !== 'done' || row.error ? html`<p><${Stop} row=${row} /></p>` : null}
-      <p class="small">${isBest ? html`<b>the best</b>` : html`<a href=${diffPlace(run, best.key, episode.key)} aria-label=${'difference of ' + name + ' to the best'}>difference</a>`}</p>
-    </th>
-    ${turns.map((index) => html`<${Cell} key=${index} episode=${episode} best=${best} index=${index} parting=${parting} run=${run} />`)}
+    <th scope="row"><${SiblingHead} episode=${episode} best=${best} run=${run} /></th>
+    ${turns.map((index) => html`<${Cell} key=${index} ...${{episode, best, index, parting, run}} />`)}
   </tr>`;
 }
+
+function SiblingHead({episode, best, run}) {
+  const {row} = episode;
+  const name = sampleName(row);
+  const difference = html`<a href=${diffPlace(run, best.key, episode.key)}
+    aria-label=${'difference of ' + name + ' to the best'}>difference</a>`;
+  return html`
+    <p class="row"><a class="sample" href=${episodePlace(run, episode.key)}>${name}</a><${Reward} value=${row.reward} label="" /></p>
+    <p class="small muted">${row.reason ? 'not trained: ' + row.reason : 'advantage ' + signed(row.advantage)}</p>
+    ${row.stop !== 'done' || row.error ? html`<p><${Stop} row=${row} /></p>` : null}
+    <p class="small">${episode === best ? html`<b>the best</b>` : difference}</p>`;
+}
+
+const MOST_IN_CELL = 600;
 
 function Cell({episode, best, index, parting, run}) {
   const turn = episode.turns[index];
   const isParting = index === parting;
+  const label = 'turn ' + (index + 1);
   const mark = isParting ? html`<p class="parts">≠ parts here</p>` : null;
-  if (!turn) return html`<td class=${isParting ? 'parting-cell' : 'no-turn'} data-label=${'turn ' + (index + 1)}>${isParting ? html`${mark}<p class="muted small">has ended</p>` : null}</td>`;
+  if (!turn && !isParting) return html`<td class="no-turn" data-label=${label}></td>`;
+  if (!turn) return html`<td class="parting-cell" data-label=${label}>${mark}<p class="muted small">has ended</p></td>`;
 
   const pieces = replyOf(episode, turn);
-  const its = best.turns[index] ? replyOf(best, best.turns[index]) : [];
+  const ofBest = best.turns[index] ? replyOf(best, best.turns[index]) : [];
   // After the two have parted, what is alike is so by chance or by another way.
   const isComparable = episode !== best && (parting < 0 || index <= parting);
-  const same = isComparable ? commonStart(pieces, its) : 0;
-  const answer = answerTo(episode, index);
-  const answerText = answer.map((message) => plainText({...message, images: []})).filter((text) => text).join('\n');
-  return html`<td class=${isParting ? 'parting-cell' : ''} data-label=${'turn ' + (index + 1)}>
+  const same = isComparable ? commonStart(pieces, ofBest) : 0;
+  return html`<td class=${isParting ? 'parting-cell' : ''} data-label=${label}>
     ${mark}
-    <p class="said">${same ? html`<span class="alike">${textOf(pieces.slice(0, same))}</span>` : null}<span>${excerpt(textOf(pieces.slice(same)))}</span></p>
-    ${answerText ? html`<p class="world">${excerpt(answerText)}</p>` : null}
-    <${Images} images=${answer.flatMap((message) => message.images)} run=${run} />
+    <p class="said">
+      ${same ? html`<span class="alike">${textOf(pieces.slice(0, same))}</span>` : null}
+      <span>${excerptOf(textOf(pieces.slice(same)), MOST_IN_CELL)}</span>
+    </p>
+    <${World} messages=${answerTo(episode, index)} run=${run} />
   </td>`;
 }
 
-const LONG_CELL = 600;
-const excerpt = (text) => (text.length > LONG_CELL ? text.slice(0, LONG_CELL) + ' …' : text);
+// What the world answered, in little.
+function World({messages, run}) {
+  const texts = messages.map((message) => plainText({...message, images: []})).filter((text) => text);
+  return html`
+    ${texts.length ? html`<p class="world">${excerptOf(texts.join('\n'), MOST_IN_CELL)}</p>` : null}
+    <${Images} images=${messages.flatMap((message) => message.images)} run=${run} />`;
+}
