@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.viewing import trajectory
 
-from turnwright_view.web import cache
+from turnwright_view.web import cache, index_tables
 from turnwright_view.web.episode_rows import EpisodeAddress, EpisodeColumns, key_of_address
 from turnwright_view.web.index import RunIndex
 from turnwright_view.web.index_tables import IndexState
@@ -516,6 +516,23 @@ def test_a_search_finds_no_more_than_the_text_has(tmp_path, text):
         row["key"]["task"] = f"t{number}"
     index = indexed(write(tmp_path / "run", rows))
     assert index.find(EpisodeFilter(text=text)).rows == []
+
+
+@pytest.mark.parametrize("text", ["amber", "answer 7", "lookup ce", "t/1"])
+def test_common_words_are_found_in_another_way_with_the_same_result(tmp_path, monkeypatch, text):
+    rng = random.Random(2)
+    index = indexed(write(tmp_path / "run", [record(rng, number) for number in range(80)]))
+    found = []
+    for common in (10**9, 1):
+        monkeypatch.setattr(index_tables, "COMMON", common)
+        rows: list[dict[str, Any]] = []
+        start: int | None = 0
+        while start is not None:
+            page = index.find(EpisodeFilter(text=text), "notable", start, 5)
+            rows += page.rows
+            start = page.next
+        found.append(rows)
+    assert found[0] == found[1] != []
 
 
 @given(st.text(max_size=30), st.text(max_size=10))

@@ -165,7 +165,7 @@ def _read(number_: int, at: int, length: int, row: Row) -> ReadEpisode:
         # Records without a key are all different episodes.
         sample=sample if key else number_,
         attempt=attempt,
-        place=_place(phase),
+        place=place_of(phase),
         failed=int(bool(error)),
         reward=number(row.get("reward")),
         tie=0,
@@ -222,7 +222,8 @@ def _name(value: Any) -> str:
     return name[:MAX_KEY] + blake2b(name.encode(), digest_size=8).hexdigest()
 
 
-def _place(phase: str) -> int:
+def place_of(phase: str) -> int:
+    """Return the place of a phase in the list: training, then evaluations, then gates."""
     if phase == "train":
         return 0
     return 2 if phase.startswith("gate") else 1

@@ -33,6 +33,9 @@ MAX_FACETS = 50
 BATCH_ROWS = 2_000
 """Rows that are written, or read, at a time."""
 
+COMMON = 2_000
+"""Episodes at each end of the file from which it is told how common a word is."""
+
 MAX_SIBLINGS = 64
 """Maximum episodes of a group on its page."""
 
@@ -349,8 +352,14 @@ def find(
 
 
 def _total(sql: sqlite3.Connection, wanted: EpisodeFilter) -> int:
+    """Return the number of matching episodes: as counted already where one value is asked for."""
     if wanted.is_empty:
         return read_state(sql).episodes
+    counted = wanted.facet
+    if counted is not None:
+        select = "SELECT sum(count) FROM facet WHERE kind = ? AND (value = ? OR ? = '*')"
+        kind, value = counted
+        return sql.execute(select, (kind, value, value)).fetchone()[0] or 0
     terms, values = wanted.sql()
     count: int = sql.execute(f"SELECT count(*) FROM episode WHERE {terms}", values).fetchone()[0]
     return count
@@ -362,13 +371,30 @@ def candidates(
     """Yield the episodes that may have the words, in order."""
     terms, values = wanted.sql()
     match = words.match
-    if match:
+    if match and not _is_common(sql, match):
         terms += " AND number IN (SELECT rowid FROM words WHERE words MATCH ?)"
         values.append(match)
     select = (
         f"SELECT {COLUMNS} FROM episode WHERE {terms} ORDER BY {ORDERS[order]} LIMIT -1 OFFSET ?"
     )
     return map(EpisodeColumns._make, sql.execute(select, (*values, start)))
+
+
+def _is_common(sql: sqlite3.Connection, match: str) -> bool:
+    """Return whether most episodes have the words, so that looking at their texts in order is
+    quicker than sorting all that have them: of 100,000, in 0.04 s instead of 0.3."""
+    records = read_state(sql).records
+    for order, bound in (("", "max"), ("DESC", "min")):
+        first = f"SELECT rowid FROM words WHERE words MATCH ? ORDER BY rowid {order} LIMIT {COMMON}"
+        count, end = sql.execute(
+            f"SELECT count(*), {bound}(rowid) FROM ({first})", (match,)
+        ).fetchone()
+        if count < COMMON:
+            return False
+        passed = end if bound == "max" else records - end
+        if passed > 2 * COMMON:
+            return False
+    return True
 
 
 def numbers(sql: sqlite3.Connection, wanted: EpisodeFilter, order: str) -> list[int]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
-from turnwright_view.web.episode_rows import MAX_SHOWN, SEPARATOR
+from turnwright_view.web.episode_rows import MAX_SHOWN, SEPARATOR, place_of
 
 ORDERS = {
     "notable": "place, step DESC, failed DESC, reward, tie DESC, number",
@@ -67,11 +67,30 @@ class EpisodeFilter:
         """Whether it matches all."""
         return self == EpisodeFilter()
 
+    @property
+    def facet(self) -> tuple[str, str] | None:
+        """Kind and value of the only condition, where its episodes are counted; or None."""
+        for kind, value in (
+            ("phase", self.phase),
+            ("stop", self.stop),
+            ("error", self.error),
+            ("tool", self.tool),
+            ("agent", self.agent),
+        ):
+            if value and replace(self, **{kind: ""}).is_empty:
+                return kind, value
+        return None
+
     def sql(self) -> tuple[str, list[Any]]:
         """Return the condition on columns, without that on texts, and its values."""
         terms: list[str] = []
         values: list[Any] = []
-        for column, wanted in (("phase", self.phase), ("stop", self.stop), ("task", self.task)):
+        if self.phase:
+            # The index of the order begins with the place of a phase; that of keys, which the
+            # plus excludes, would have all its episodes sorted.
+            terms.append("+phase = ? AND place = ?")
+            values += [self.phase, place_of(self.phase)]
+        for column, wanted in (("stop", self.stop), ("task", self.task)):
             if wanted:
                 terms.append(f"{column} = ?")
                 values.append(wanted)
@@ -124,13 +143,6 @@ def filter_of(query: Mapping[str, str]) -> EpisodeFilter:
     if query.get("group"):
         given["group"] = _group(query["group"])
     return EpisodeFilter(**given)
-
-
-def query_of(wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Return a filter's values as those of a query."""
-    known = {field.name for field in fields(EpisodeFilter)}
-    bounds = {f"{name}_{end}" for name in known for end in ("min", "max")}
-    return {name: str(value) for name, value in wanted.items() if name in known | bounds}
 
 
 def _bound(query: Mapping[str, str], name: str) -> float | None:
