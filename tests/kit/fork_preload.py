@@ -25,7 +25,7 @@ for name in (
     "turnwright.training.run",
     "turnwright_serve.serve",
     "turnwright.display.progress",
-    "turnwright_view.report",
+    "turnwright_view.web.one_file",
 ):
     with contextlib.suppress(ImportError):  # of an extra
         import_module(name)

@@ -1,9 +1,9 @@
 """Lenient reader of run directories, for displays: reads what exists, complete or not, without
 loading large files into memory.
 
-`read_run` reads all but the trajectories, `index` says where each of those is, and `choose` selects
-a few for a report. What is read may come from anyone: a value of another type counts as missing, a
-line that cannot be read is counted and left out. The strict reader is in `turnwright.records`.
+`read_run` reads all but the trajectories; for those, `turnwright_view` has an index. What is read
+may come from anyone: a value of another type counts as missing, a line that cannot be read is
+counted and left out. The strict reader is in `turnwright.records`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
@@ -67,26 +67,6 @@ class RunData:
         return list(last_rows.values())
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryEntry:
-    """Position of a trajectory in trajectories.jsonl, with the fields used to select it."""
-
-    offset: int
-    phase: str
-    step: int
-    task: str
-    reward: float | None
-    stop: str
-    failed: bool
-
-
-class Pick(NamedTuple):
-    """A trajectory selected for the report, and the reason."""
-
-    entry: TrajectoryEntry
-    why: str
-
-
 def read_run(path: Path) -> RunData:
     """Read a run except its trajectories."""
     problems: list[str] = []
@@ -102,68 +82,6 @@ def read_run(path: Path) -> RunData:
         rows=rows,
         problems=problems,
     )
-
-
-def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
-    """Return one small entry per trajectory; each line is parsed and discarded."""
-    entries: list[TrajectoryEntry] = []
-    for offset, row in lines_of(path, problems, episode_record):
-        key = mapping(row.get("key"))
-        entry = TrajectoryEntry(
-            offset=offset,
-            phase=str(key.get("phase", "")),
-            step=integer(key.get("step")),
-            task=str(key.get("task", "")),
-            reward=number(row.get("reward")),
-            stop=str(row.get("stop") or ""),
-            failed=bool(row.get("error")),
-        )
-        entries.append(entry)
-    return entries
-
-
-def load_at(path: Path, offset: int) -> Row:
-    """Load the trajectory at an offset from `index`."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        return mapping(parse(file.readline()))
-
-
-def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
-    """Select examples: best and worst of the first, middle and last step and of each evaluation,
-    and three failures."""
-    picks: list[Pick] = []
-    for phase in dict.fromkeys(entry.phase for entry in entries):
-        of_phase = [entry for entry in entries if entry.phase == phase]
-        if phase == "train":
-            picks += _picks_of_steps(of_phase)
-        elif phase in ("", "rollout"):
-            picks += _ends(of_phase, "rollout")
-        else:
-            picks += _ends(of_phase, f"evaluation “{phase}”")
-
-    # Failures of different kinds come first.
-    failures = [entry for entry in entries if entry.failed]
-    one_of_each_kind = {entry.stop: entry for entry in reversed(failures)}
-    for entry in [*one_of_each_kind.values(), *failures][:3]:
-        if entry not in [pick.entry for pick in picks]:
-            picks.append(Pick(entry, "a failure"))
-    return picks
-
-
-def _picks_of_steps(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
-    """Select the best and the worst of the first, the middle and the last training step."""
-    steps = sorted({entry.step for entry in entries})
-    chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-    names = ["first step", "last step"]
-    if len(chosen) == 3:
-        names.insert(1, "middle step")
-
-    picks: list[Pick] = []
-    for step, name in zip(chosen, names, strict=False):
-        of_step = [entry for entry in entries if entry.step == step]
-        picks += _ends(of_step, f"reinforcement, {name} ({step})")
-    return picks
 
 
 def number(value: Any) -> float | None:
@@ -205,19 +123,6 @@ def integer(value: Any) -> int:
     """Return an integer of 64 bits, or -1 for anything else."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and abs(value) < 1 << 63 else -1
-
-
-def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
-    """Select the best and the worst of some trajectories; `name` says which these are."""
-    scored = [entry for entry in entries if entry.reward is not None]
-    if not scored:
-        return [Pick(entries[0], name)] if entries else []
-
-    best = max(scored, key=lambda entry: entry.reward or 0.0)
-    worst = min(scored, key=lambda entry: entry.reward or 0.0)
-    if best.reward == worst.reward:
-        return [Pick(best, f"{name}: all alike")]
-    return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
 
 
 def read_line(line: bytes, read: Callable[[Row], T]) -> T | None:

@@ -77,7 +77,8 @@ class EpisodeFilter:
             ("tool", self.tool),
             ("agent", self.agent),
         ):
-            if value and replace(self, **{kind: ""}).is_empty:
+            without: dict[str, Any] = {kind: ""}
+            if value and replace(self, **without).is_empty:
                 return kind, value
         return None
 
