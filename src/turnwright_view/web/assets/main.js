@@ -57,7 +57,7 @@ function Head({session, place, row, fault}) {
 
 function View({session, place, row}) {
   useKeys(place);
-  const [ready, setReady] = useState('');
+  const [ready, setReady] = useState(null);
 
   // Every place begins at its top, but a place with other parameters stays where it is.
   useEffect(() => {
