@@ -170,7 +170,7 @@ def interval_bar(
     )
 
 
-def share_bar(shares: Sequence[tuple[str, float]]) -> Markup:
+def share_bar(shares: Sequence[tuple[str, float]], heading: str = "shares of the time") -> Markup:
     """Draw shares of a total in one bar, each with the number of its row in the table below."""
     total = sum(value for _, value in shares) or 1.0
     parts: list[Markup] = []
@@ -203,7 +203,7 @@ def share_bar(shares: Sequence[tuple[str, float]]) -> Markup:
         x += width
     return tag(
         "svg",
-        tag("title", "shares of the time"),
+        tag("title", heading),
         *parts,
         viewBox="0 0 900 28",
         class_="sbar",
