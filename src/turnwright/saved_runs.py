@@ -313,8 +313,7 @@ class SavedEpisode:
 
     def __repr__(self) -> str:
         """Return one line, without reading the record."""
-        where = f"{self.phase} {self.step} / {self.task} / {self.key.sample}"
-        return f"<Episode {where}: reward={self.reward} stop={self.stop}>"
+        return f"<Episode {self.key.label}: reward={self.reward} stop={self.stop}>"
 
     def _repr_html_(self) -> str | None:
         return html_of(self)

@@ -61,7 +61,7 @@ def test_it_says_what_was_learned_with_intervals(make_run, tmp_path):
         < text.index("Training on sampled episodes")
         < text.index("Used share")
     )
-    assert "reinforcement, last step (59): worst" in text
+    assert "reinforcement, last step (60): worst" in text
     assert "a failure" in text
     assert "ToolFailed in step: the table is gone" in text
     assert "reward not computed" in text
@@ -224,7 +224,7 @@ def test_examples_are_chosen_and_long_ones_cut(make_run, tmp_path):
     assert [pick.why for pick in picks][:3] == [
         "evaluation “before”: best",
         "evaluation “before”: worst",
-        "reinforcement, first step (0): best",
+        "reinforcement, first step (1): best",
     ]
     assert picks[-1].entry.failed
     row = load_at(run / "trajectories.jsonl", picks[0].entry.offset)

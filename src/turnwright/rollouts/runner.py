@@ -468,7 +468,11 @@ class Rollout:
                 since = recorder.since
                 episodes.append(
                     PendingEpisode(
-                        recorder.session, recorder.turn, recorder.phase, now - since, since
+                        recorder.trajectory.key.label,
+                        recorder.turn,
+                        recorder.phase,
+                        now - since,
+                        since,
                     )
                 )
         if self.elsewhere is not None:
