@@ -201,5 +201,6 @@ def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], whe
             raise UsageError(
                 f"{where} has an episode ({trajectory.key.label}) of another chat template, "
                 f"tokenizer or settings (hash {trajectory.template}, here {fingerprint}), whose "
-                "ids mean something else to this model: remove it, or train with the settings it was sampled with"
+                "ids mean something else to this model: remove it, or train with the settings it "
+                "was sampled with"
             )
