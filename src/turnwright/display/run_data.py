@@ -109,10 +109,12 @@ def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems, episode_record):
         key = mapping(row.get("key"))
+        phase = str(key.get("phase", ""))
         entry = TrajectoryEntry(
             offset=offset,
-            phase=str(key.get("phase", "")),
-            step=integer(key.get("step")),
+            phase=phase,
+            # Metrics and displays count training steps from 1, keys from 0.
+            step=integer(key.get("step")) + (phase == "train"),
             task=str(key.get("task", "")),
             reward=number(row.get("reward")),
             stop=str(row.get("stop") or ""),
