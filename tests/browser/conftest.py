@@ -67,7 +67,12 @@ def runs(tmp_path_factory):
         training("quickstart_vlm.toml", folder / "quickstart-vlm"),
         training("json_tools.toml", folder / "tools"),
         training("two_policies.toml", folder / "policies", small=WITHOUT_WARMUP),
-        training("quickstart.toml", folder / "async", schedule={"mode": "async"}, train={"correction": "tis"}),
+        training(
+            "quickstart.toml",
+            folder / "async",
+            schedule={"mode": "async"},
+            train={"correction": "tis"},
+        ),
         training(
             "quickstart.toml",
             folder / "failing",

@@ -142,7 +142,12 @@ def pictured(runs):
     yield "viewer-list", f"{quickstart}/episodes", ("desk", "light"), None
     yield "viewer-group", f"{quickstart}/group/{group}", ("desk", "light"), None
     yield "viewer-conversation", f"{vlm}/episode/{seen}", ("desk", "light"), None
-    yield "viewer-tokens", f"{quickstart}/episode/{key}?by=logprob", ("desk", "light"), ".tokens .token"
+    yield (
+        "viewer-tokens",
+        f"{quickstart}/episode/{key}?by=logprob",
+        ("desk", "light"),
+        ".tokens .token",
+    )
     yield "viewer-trainer", f"{quickstart}/episode/{key}?view=trainer", ("desk", "light"), None
     yield "viewer-runs", "#/runs", ("desk", "light"), None
 

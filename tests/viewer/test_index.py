@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kit.viewing import trajectory
 
 from turnwright_view.web import cache
-from turnwright_view.web.episode_rows import EpisodeColumns, EpisodeKey, key_of_address
+from turnwright_view.web.episode_rows import EpisodeAddress, EpisodeColumns, key_of_address
 from turnwright_view.web.index import RunIndex
 from turnwright_view.web.index_tables import IndexState
 from turnwright_view.web.search import ORDERS, EpisodeFilter, Words, filter_of, folded
@@ -109,7 +109,7 @@ def described(rows: list[dict[str, Any]], learned: list[dict[str, Any]]) -> list
         episodes.append(
             {
                 "number": one["number"],
-                "key": EpisodeKey(key[0], step, *key[2:]),
+                "key": EpisodeAddress(key[0], step, *key[2:]),
                 "phase": key[0],
                 "step": step,
                 "task": key[2],
@@ -570,15 +570,15 @@ def test_a_request_goes_before_the_reading(make_run, tmp_path):
 
 def test_keys_in_addresses_read_back():
     for key in (
-        EpisodeKey("train", 12, "hop/17", 3, 0),
-        EpisodeKey("", -1, "", -1, -1),
-        EpisodeKey("eval-after-sampled", 0, "%2F \u5317?&#<\x1b", 2**62, 1),
+        EpisodeAddress("train", 12, "hop/17", 3, 0),
+        EpisodeAddress("", -1, "", -1, -1),
+        EpisodeAddress("eval-after-sampled", 0, "%2F \u5317?&#<\x1b", 2**62, 1),
     ):
         assert key_of_address(key.address) == key
         assert "/" not in key.address.split("/")[2]
     for address in ("", "a/b", "train/x/t/0/0", "train/1/t/0/0/0"):
         assert key_of_address(address) is None
-    assert EpisodeKey("train", 12, "t", 0, 0).recorded == ["train", 11, "t", 0, 0]
+    assert EpisodeAddress("train", 12, "t", 0, 0).recorded == ["train", 11, "t", 0, 0]
 
 
 def test_columns_of_the_table_and_of_the_row_are_one_list(tmp_path):

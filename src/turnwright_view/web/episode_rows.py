@@ -40,7 +40,7 @@ MAX_INTEGER = 2**63 - 1
 """Largest integer of the database."""
 
 
-class EpisodeKey(NamedTuple):
+class EpisodeAddress(NamedTuple):
     """What finds an episode; `step` is what metrics count, in training from 1."""
 
     phase: str
@@ -61,14 +61,14 @@ class EpisodeKey(NamedTuple):
         return [self.phase, step, self.task, self.sample, self.attempt]
 
 
-def key_of_address(address: str) -> EpisodeKey | None:
+def key_of_address(address: str) -> EpisodeAddress | None:
     """Return the key in an address; None for anything else."""
     parts = [unquote(part, errors="surrogatepass") for part in address.split("/")]
     if len(parts) != 5:
         return None
     phase, step, task, sample, attempt = parts
     try:
-        return EpisodeKey(phase, int(step), task, int(sample), int(attempt))
+        return EpisodeAddress(phase, int(step), task, int(sample), int(attempt))
     except ValueError:
         return None
 
@@ -109,9 +109,9 @@ class EpisodeColumns(NamedTuple):
     """Byte offset of its line in training.jsonl."""
 
     @property
-    def key(self) -> EpisodeKey:
+    def key(self) -> EpisodeAddress:
         """What finds the episode."""
-        return EpisodeKey(self.phase, self.step, self.task, self.sample, self.attempt)
+        return EpisodeAddress(self.phase, self.step, self.task, self.sample, self.attempt)
 
     @property
     def untrained(self) -> str:
@@ -202,14 +202,16 @@ def _tables(values: Any) -> list[dict[str, Any]]:
     return [value for value in values or () if isinstance(value, dict)]
 
 
-def key_of(key: Row) -> EpisodeKey:
+def key_of(key: Row) -> EpisodeAddress:
     """Return the key of a record, whose training steps count from 0."""
     phase = sys.intern(_name(key.get("phase", "")))
     step = integer(key.get("step"))
     if phase == "train":
         step = min(MAX_INTEGER, step + 1)
     task = _name(key.get("task", ""))
-    return EpisodeKey(phase, step, task, integer(key.get("sample")), integer(key.get("attempt")))
+    return EpisodeAddress(
+        phase, step, task, integer(key.get("sample")), integer(key.get("attempt"))
+    )
 
 
 def _name(value: Any) -> str:

@@ -24,8 +24,8 @@ from turnwright.display.run_data import Row, mapping, parse, read_line, unreadab
 from turnwright.records.run_dir import complete_lines
 from turnwright_view.web import cache, index_tables
 from turnwright_view.web.episode_rows import (
+    EpisodeAddress,
     EpisodeColumns,
-    EpisodeKey,
     ReadEpisode,
     read_episode,
     searched_text,
@@ -276,7 +276,7 @@ class RunIndex:
         """Return an episode's row of a list."""
         return self._asked(lambda sql: index_tables.rows_of(sql, [columns])[0])
 
-    def episode(self, key: EpisodeKey) -> EpisodeColumns | None:
+    def episode(self, key: EpisodeAddress) -> EpisodeColumns | None:
         """Return the episode of a key, or None."""
         return self._asked(lambda sql: index_tables.of_key(sql, key))
 
@@ -284,7 +284,7 @@ class RunIndex:
         """Return the episode at a position in the file, or None."""
         return self._asked(lambda sql: index_tables.at(sql, number_))
 
-    def siblings(self, key: EpisodeKey) -> list[dict[str, Any]]:
+    def siblings(self, key: EpisodeAddress) -> list[dict[str, Any]]:
         """Return the rows of an episode's group, itself included, by sample."""
         return self._asked(lambda sql: index_tables.siblings(sql, key))
 
@@ -393,9 +393,11 @@ def _inode(file: Path) -> int:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     """Return whether a database must be made anew: not if it is only busy, or the disk full."""
-    code = getattr(error, "sqlite_errorcode", None)
-    passing = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
-    return code is not None and code & 0xFF not in passing
+    try:
+        code = error.sqlite_errorcode
+    except AttributeError:  # an error of the module, not of the database
+        return False
+    return code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
 
 
 def _status(path: Path) -> tuple[int, int, int] | None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from turnwright.display.run_data import Row, number
 from turnwright_view.web.episode_rows import (
+    EpisodeAddress,
     EpisodeColumns,
-    EpisodeKey,
     ReadEpisode,
     key_of,
     names_in,
@@ -387,7 +387,7 @@ def steps(sql: sqlite3.Connection, phase: str) -> list[int]:
 # Single episodes
 
 
-def of_key(sql: sqlite3.Connection, key: EpisodeKey) -> EpisodeColumns | None:
+def of_key(sql: sqlite3.Connection, key: EpisodeAddress) -> EpisodeColumns | None:
     """Return the episode of a key, or None."""
     return _one(sql, _SAME_KEY, key)
 
@@ -406,7 +406,7 @@ def neighbors(
     return _one(sql, before, (number_,)), _one(sql, behind, (number_,))
 
 
-def siblings(sql: sqlite3.Connection, key: EpisodeKey) -> list[dict[str, Any]]:
+def siblings(sql: sqlite3.Connection, key: EpisodeAddress) -> list[dict[str, Any]]:
     """Return the rows of an episode's group, itself included, by sample."""
     select = (
         f"SELECT {COLUMNS} FROM episode WHERE phase = ? AND step = ? AND task = ? "

@@ -54,7 +54,7 @@ METRIC_ROWS = 4_000
 _ENDS_ELEMENT = re.compile("</(script|style)|<!--|<script", re.IGNORECASE)
 
 
-class Progress:
+class PackingProgress:
     """Tells on a stream what takes longer than a second, on one line that is written anew."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -104,7 +104,7 @@ def write_page(
     """Write the page of runs, or of those below a folder, as one file; return its number of
     episodes."""
     runs = find_runs(paths)
-    told = Progress(progress)
+    told = PackingProgress(progress)
     max_bytes = max(MAX_BYTES, MAX_BYTES * episodes // EPISODES)
     rows = RunRows().rows(runs)
     fixed = len(_page(*_content(rows, {})).encode())
@@ -182,7 +182,9 @@ def _page(data: dict[str, Any], elements: Sequence[str]) -> str:
     return bundle.page(head, "\n".join([content, *elements, *code]))
 
 
-def _packed(row: RunRow, path: Path, episodes: int, max_bytes: int, told: Progress) -> PackedRun:
+def _packed(
+    row: RunRow, path: Path, episodes: int, max_bytes: int, told: PackingProgress
+) -> PackedRun:
     """Index a run and pack some of its episodes into so many bytes."""
     index = RunIndex(path)
     try:
@@ -210,7 +212,7 @@ def _pack(
     run: PackedRun,
     selection: Sequence[EpisodeColumns],
     left: int,
-    told: Progress,
+    told: PackingProgress,
     name: str,
 ) -> None:
     """Pack episodes until the room is used up; what does not fit is left out."""
@@ -241,7 +243,7 @@ def _groups(
     index: RunIndex,
     selection: Sequence[EpisodeColumns],
     policies: PolicyNames,
-    told: Progress,
+    told: PackingProgress,
     name: str,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the pages of episodes in packs, escaped."""

@@ -72,7 +72,7 @@ Query = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PageAnswer:
     """An answer to a request."""
 
     status: HTTPStatus
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _takes_gzip(self, kind: str) -> bool:
         return not kind.startswith("image/") and "gzip" in self.headers.get("Accept-Encoding", "")
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> PageAnswer:
         try:
             parts = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -237,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
 
 
-def respond(session: Session, path: str, query: Query, known: str = "") -> Answer:
+def respond(session: Session, path: str, query: Query, known: str = "") -> PageAnswer:
     """Answer a request whose browser has the answer tagged `known`; raise `ValueError` or
     `KeyError` for an invalid one."""
     if path in STATIC:
@@ -270,15 +270,15 @@ def _run_rows(session: Session) -> list[dict[str, Any]]:
     return [row.as_json() for row in session.rows()]
 
 
-def _image(session: Session, run_id: str, name: str) -> Answer:
+def _image(session: Session, run_id: str, name: str) -> PageAnswer:
     run = session.runs().get(run_id)
     file = None if run is None else image_file(run, name)
     if file is None:
         return _error(HTTPStatus.NOT_FOUND, "not found")
-    return Answer(HTTPStatus.OK, "image/png", file.read_bytes())
+    return PageAnswer(HTTPStatus.OK, "image/png", file.read_bytes())
 
 
-def _run(session: Session, index: RunIndex, query: Query, known: str) -> Answer:
+def _run(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
     """Return the page of a run; nothing of it is read where nothing changed since the last time."""
     row = session.row(query["run"])
     if row is None:
@@ -286,23 +286,23 @@ def _run(session: Session, index: RunIndex, query: Query, known: str) -> Answer:
     since = max(0, int(query.get("since", "0")))
     tag = _tag(repr((look(index), row.state, row.id, since)).encode())
     if tag == known:
-        return Answer(HTTPStatus.OK, "application/json", b"", tag)
+        return PageAnswer(HTTPStatus.OK, "application/json", b"", tag)
     page = overview(index, row.id, row.name, row.state, since)
-    return Answer(HTTPStatus.OK, "application/json", _body(page), tag)
+    return PageAnswer(HTTPStatus.OK, "application/json", _body(page), tag)
 
 
-def _facets(session: Session, index: RunIndex, query: Query, known: str) -> Answer:
+def _facets(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
     return _json(facets(index))
 
 
-def _episodes(session: Session, index: RunIndex, query: Query, known: str) -> Answer:
+def _episodes(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
     start = max(0, int(query.get("start", "0")))
     most = max(1, min(int(query.get("most", PAGE)), MAX_PAGE))
     found = index.find(filter_of(query), query.get("sort") or "notable", start, most)
     return _json(asdict(found) | {"indexed": index.progress()})
 
 
-def _episode(session: Session, index: RunIndex, query: Query, known: str) -> Answer:
+def _episode(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
     key = key_of_address(query["key"])
     columns = None if key is None else index.episode(key)
     progress = index.progress()
@@ -314,7 +314,7 @@ def _episode(session: Session, index: RunIndex, query: Query, known: str) -> Ans
     return _json(episode_page(index, columns))
 
 
-RUN_PAGES: dict[str, Callable[[Session, RunIndex, Query, str], Answer]] = {
+RUN_PAGES: dict[str, Callable[[Session, RunIndex, Query, str], PageAnswer]] = {
     "/api/run": _run,
     "/api/facets": _facets,
     "/api/episodes": _episodes,
@@ -331,17 +331,17 @@ def _body(value: Any) -> bytes:
     return to_json(escape_json(value))
 
 
-def _json(value: Any) -> Answer:
-    return Answer(HTTPStatus.OK, "application/json", _body(value))
+def _json(value: Any) -> PageAnswer:
+    return PageAnswer(HTTPStatus.OK, "application/json", _body(value))
 
 
-def _tagged(kind: str, body: bytes) -> Answer:
-    return Answer(HTTPStatus.OK, kind, body, _tag(body))
+def _tagged(kind: str, body: bytes) -> PageAnswer:
+    return PageAnswer(HTTPStatus.OK, kind, body, _tag(body))
 
 
 def _tag(content: bytes) -> str:
     return f'"{blake2b(content, digest_size=12).hexdigest()}"'
 
 
-def _error(status: HTTPStatus, why: str) -> Answer:
-    return Answer(status, "text/plain; charset=utf-8", why.encode())
+def _error(status: HTTPStatus, why: str) -> PageAnswer:
+    return PageAnswer(status, "text/plain; charset=utf-8", why.encode())
