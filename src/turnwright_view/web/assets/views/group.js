@@ -71,7 +71,7 @@ function GroupHead({group, run, row, groupKey}) {
   const first = group.episodes[0];
   return html`<section class="card head">
     <${Trail} run=${run} row=${row}>
-      <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(phase, Number(step))}</a>
+      <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(first.row.phase, first.row.step)}</a>
       <a href=${listPlace(run, {task})}>task ${first.row.task}</a>
     <//>
     <h1>${taskText(first)}</h1>
