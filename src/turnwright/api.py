@@ -90,7 +90,7 @@ def train(
     if resume:
         resolved = _resumed_settings(Path(out), settings)
     else:
-        resolved = _new_settings(model, out, seed, history, settings)
+        resolved = new_settings(model, out, seed, history, settings, "tw.train()")
 
     is_named = isinstance(env, str)
     spec = as_env_spec(
@@ -126,26 +126,29 @@ def _resumed_settings(run: Path, settings: Mapping[str, Any]) -> ResolvedConfig:
 
     words = []
     for name, section in settings.items():
-        for key, value in _as_mapping(section).items():
+        for key, value in as_mapping(section).items():
             words.append(f"--{name}.{key}={value}")
     return extend_run(run, words)
 
 
-def _new_settings(
+def new_settings(
     model: ModelConfig | str | Path | None,
     out: str | Path,
     seed: int,
     history: History,
     settings: Mapping[str, Any],
+    place: str,
 ) -> ResolvedConfig:
-    """Return the settings of a new run, checked."""
+    """Return settings that were given in Python, checked; `place` names the call in errors."""
     from turnwright.renderers.history import policy_name
 
     arguments = ("env", "out", "seed", "model")
     sections = [name for name in RunConfig.__dataclass_fields__ if name not in arguments]
     for name in settings:
         if name not in sections:
-            raise ConfigError(f"train() has no setting {name!r}; {_likely_section(name, sections)}")
+            function = place.removeprefix("tw.")
+            likely = _likely_section(name, sections)
+            raise ConfigError(f"{function} has no setting {name!r}; {likely}")
 
     if model is None:
         model = tiny()
@@ -158,11 +161,11 @@ def _new_settings(
     if not isinstance(history, str):
         history_name = f"{HISTORY_OBJECT}{policy_name(history)}"
     if history_name != "append":
-        given["rollout"] = {**_as_mapping(given.get("rollout", {})), "history": history_name}
-    return from_python(given, "tw.train()")
+        given["rollout"] = {**as_mapping(given.get("rollout", {})), "history": history_name}
+    return from_python(given, place)
 
 
-def _as_mapping(section: Any) -> Mapping[str, Any]:
+def as_mapping(section: Any) -> Mapping[str, Any]:
     """Return a section, a dict or a dataclass, as its keys that are set."""
     return section if isinstance(section, Mapping) else changed(section)
 

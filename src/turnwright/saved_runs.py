@@ -42,11 +42,14 @@ def load_run(path: str | Path) -> Run:
 
     Example::
 
-        run = tw.load_run("runs/quickstart")
-        run.metrics["train"]["reward"]            # one number a step
-        run.evaluations[-1].success
-        for episode in run.episodes.filter(phase="train", failed=True):
-            print(episode.step, episode.trajectory.error)
+        >>> from turnwright.records import RunDir
+        >>> with RunDir("runs/first") as recorded:
+        ...     recorded.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
+        >>> run = tw.load_run("runs/first")
+        >>> run.metrics["train"]["reward"]
+        [0.5]
+        >>> [episode.trajectory.error for episode in run.episodes.filter(failed=True)]
+        []
 
     Raises:
         UsageError: for a path that is no directory of a run.
@@ -310,8 +313,7 @@ class SavedEpisode:
 
     def __repr__(self) -> str:
         """Return one line, without reading the record."""
-        where = f"{self.phase} {self.step} / {self.task} / {self.key.sample}"
-        return f"<Episode {where}: reward={self.reward} stop={self.stop}>"
+        return f"<Episode {self.key.label}: reward={self.reward} stop={self.stop}>"
 
     def _repr_html_(self) -> str | None:
         return html_of(self)

@@ -284,10 +284,11 @@ class WorkerPool:
         self._run.journal.append(
             {"e": "asked_again", "g": [phase, step, task], "worker": worker.name, "why": why}
         )
-        self._note(f"group {phase}/{step}/{task} is asked for again: worker {worker.name}: {why}")
+        group = f"group {phase} {asked.spec.keys[0].metrics_step} / {task}"
+        self._note(f"{group} is asked for again: worker {worker.name}: {why}")
         if asked.count_failure(reason != "lost") >= MAX_FAILED:
             raise TurnwrightError(
-                f"group {phase}/{step}/{task} failed on workers {MAX_FAILED} times, the last "
+                f"{group} failed on workers {MAX_FAILED} times, the last "
                 f"{worker.name}: {why}. Fix the cause, then resume with --resume "
                 f"{self._run.given_path}"
             )
@@ -381,7 +382,7 @@ class WorkerPool:
                 if key not in asked.finished:
                     turns = asked.turns(key)
                     episodes.append(
-                        PendingEpisode(key.session, turns, phase, now - asked.since, asked.since)
+                        PendingEpisode(key.label, turns, phase, now - asked.since, asked.since)
                     )
         return episodes
 

@@ -84,19 +84,19 @@ def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
         if any(
             weight and not mask for weight, mask in zip(sample.weights, sample.mask, strict=True)
         ):
-            found.wrong.append(f"{_name(trajectory)}: an unsampled id has a weight")
+            found.wrong.append(f"{trajectory.key.label}: an unsampled id has a weight")
     left = 0
     for index, span in enumerate(trajectory.spans):
         if span.sampled and (span.logprobs is None or len(span.logprobs) != len(span.ids)):
             found.wrong.append(
-                f"{_name(trajectory)}: span {index} has {len(span.ids)} ids and other logprobs"
+                f"{trajectory.key.label}: span {index} has {len(span.ids)} ids and other logprobs"
             )
         if span.sampled and (out := len(span.ids) - span.trained):
             found.untrained[span.untrained or "?"] += out
             left += out
     if round(trained) + left != sampled:
         found.wrong.append(
-            f"{_name(trajectory)}: {sampled} ids were sampled, {trained:g} trained and {left} "
+            f"{trajectory.key.label}: {sampled} ids were sampled, {trained:g} trained and {left} "
             "excluded"
         )
     found.sampled += sampled
@@ -142,11 +142,6 @@ def compare(
 def same(one: float, other: float, tolerance: float = CLOSE) -> bool:
     """Return whether two metrics are equal up to rounding."""
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
-
-
-def _name(trajectory: Trajectory) -> str:
-    key = trajectory.key
-    return f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}"
 
 
 def lines(found: RecomputeResult, limit: int = 10) -> list[str]:

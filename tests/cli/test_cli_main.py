@@ -15,6 +15,8 @@ import pytest
 from turnwright.cli.main import main
 from turnwright.cli.train import next_run
 from turnwright.errors import TaskError, TraceError, did_you_mean
+from turnwright.evaluation import Evaluation, estimate_pass_at_k
+from turnwright.training.evaluation import EvalResult
 
 HOP = '[[env]]\nuse = "hop"\n'
 
@@ -43,7 +45,7 @@ def commands(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     keep("runs", "run_training", tmp_path / "out")
-    keep("cli.evaluate", "run_evaluation")
+    keep("evaluation", "evaluate_config")
     keep("cli.rollout", "preview_rollouts")
     keep("cli.check", "check_env")
     keep("cli.check", "check_template")
@@ -332,16 +334,20 @@ def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys,
         main(["train", recipe, "--display", "none"])
 
 
+def evaluation(counts: tuple[tuple[int, int], ...]) -> Evaluation:
+    """An evaluation of tasks with so many episodes and successes."""
+    n = sum(episodes for episodes, _ in counts)
+    successes = sum(won for _, won in counts)
+    scores = EvalResult(n, successes, turns=3.0, reward=0.5, failed=0, counts=counts)
+    return Evaluation({"sampled": scores}, {"sampled": []}, estimate_pass_at_k(counts))
+
+
 def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, commands):
-    commands.outcome = {
-        "sampled": {"success": 0.5, "ci": [0.4, 0.6], "n": 8, "turns": 3.0},
-        "greedy": {"success": 1.0, "ci": [0.7, 1.0], "n": 2, "turns": 2.5},
-        "counts": [[4, 2], [4, 4], [4, 0]],
-    }
+    commands.outcome = evaluation(((4, 2), (4, 4), (4, 0)))
     assert main(["eval", recipe, "--samples", "4", "--tasks", "2", "--display", "none"]) == 0
     out = capsys.readouterr().out
     assert "50.0%" in out
-    assert "[40.0, 60.0]" in out
+    assert "[25.4, 74.6]" in out
     assert "pass@4" in out
     _, (resolved,), kwargs = commands.calls[-1]
     assert (resolved.config.eval.samples, resolved.config.eval.tasks, kwargs["engine"]) == (
@@ -362,7 +368,7 @@ def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, commands
     (tmp_path / "config.json").write_text(
         json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"])))
     )
-    commands.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}
+    commands.outcome = evaluation(((8, 4),))
     assert main(["eval", "--run", str(tmp_path), "--eval.tasks", "3", "--display", "none"]) == 0
     _, (resolved,), kwargs = commands.calls[-1]
     assert (resolved.config.train.steps, resolved.config.eval.tasks) == (4, 3)

@@ -70,7 +70,7 @@ def drawn(page, expression="true", seconds=60.0):
     """
     until(
         page,
-        f"({expression}) && document.querySelector('main').dataset.ready === location.hash",
+        f"({expression}) && document.querySelector('main').dataset.ready === (location.hash || '#/')",
         seconds,
     )
 

@@ -17,11 +17,11 @@ import pytest
 from kit.proxy import TOOL, RecordingEngine, account, called, client, contexts
 
 import turnwright as tw
-from turnwright.cli.evaluate import run_evaluation
 from turnwright.cli.main import main
 from turnwright.config import load
 from turnwright.engines.remote import ChatEngine
 from turnwright.errors import ConfigError
+from turnwright.evaluation import evaluate_config
 from turnwright.records import RunDir
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts.rollout_settings import RolloutSettings
@@ -408,7 +408,7 @@ def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> No
             words = [f'--engine.urls=["{server.open(session)}/v1"]']
             resolved = load(tmp_path / "r.toml", words, envs=[], training=False)
             loop = asyncio.get_running_loop()
-            found.append(await loop.run_in_executor(None, lambda: run_evaluation(resolved)))
+            found.append(await loop.run_in_executor(None, lambda: evaluate_config(resolved)))
         await session.end()
         return 1.0
 
@@ -419,4 +419,4 @@ def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> No
         service, [tw.Task("x")], engine, sanity="off", limits=tw.Limits(turns=1000)
     )
     assert behind.error is None, behind.error.traceback
-    assert (found[0]["sampled"]["success"], len(found[0]["counts"])) == (0.75, 4)
+    assert (found[0].success, len(found[0].row()["counts"])) == (0.75, 4)

@@ -1,5 +1,5 @@
-"""Command line: `turnwright train | eval | rollout | check | init | engines | pack`, and the
-commands that packages add.
+"""Command line: `turnwright train | eval | rollout | check | init | engines | pack |
+completion`, and the commands that packages add.
 
 `entry` is the program, `main` one command with its exit status, and `_run` parses its words. What a
 command does is in its own module, named in `COMMANDS`. Heavy imports are deferred to the commands
@@ -38,6 +38,7 @@ COMMANDS = {
     "init": "turnwright.cli.init",
     "engines": "turnwright.cli.engines",
     "pack": "turnwright.cli.pack",
+    "completion": "turnwright.cli.completion",
 }
 """Commands of the core, and the module of each, which has it as `COMMAND`."""
 
@@ -175,7 +176,7 @@ def _run(words: list[str]) -> int:
     if words[0] in ("--version", "version"):
         print(f"turnwright {__version__}")
         return 0
-    commands = _commands_of(parser)
+    commands = commands_of(parser)
     if words[0] == "help":
         words = [*words[1:2], "--help"]
     _check_command(words, list(commands))
@@ -196,7 +197,7 @@ def _run(words: list[str]) -> int:
     return run(args)
 
 
-def _commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Return the parsers of commands, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

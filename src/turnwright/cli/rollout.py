@@ -85,6 +85,7 @@ def preview_rollouts(
     written.
     """
     from turnwright.records import NullListener
+    from turnwright.rollouts.episode_progress import EpisodeProgress
     from turnwright.rollouts.standalone import run_sync
     from turnwright.training.configured_rollout import make_rollout, play_with_retries
     from turnwright.training.task_plan import TaskPlan, make_env_specs
@@ -96,8 +97,9 @@ def preview_rollouts(
     choices = plan.held_out or plan.train[:n]
 
     watch = watch or NullListener()
-    rollout = make_rollout(resolved, specs, None, "local", watch.note)
-    watch.phase("roll out", len(choices), "episodes")
+    counted = EpisodeProgress(watch)
+    rollout = make_rollout(resolved, specs, None, "local", watch.note, on_finished=counted.finished)
+    counted.begin("roll out", len(choices))
     episodes = [episode for choice in choices for episode in choice.episodes("rollout", 0, 1)]
 
     async def play() -> list[Trajectory]:

@@ -556,8 +556,7 @@ def using(run: Path, trajectory: Trajectory) -> Iterator[None]:
     except (TurnwrightError, OSError):
         raise
     except Exception as error:
-        key = trajectory.key
-        name = f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}"
+        name = trajectory.key.label
         why = f"the record of {name:.200} does not fit together ({type(error).__name__}: {error})"
         raise TraceError(f"{run / 'trajectories.jsonl'}: {why}") from error
 

@@ -133,11 +133,9 @@ class RenderCheck:
 
 
 def _warning(difference: RenderDifference, trajectory: Trajectory) -> str:
-    key = trajectory.key
-    episode = f"{key.phase}/{key.step}/{key.task}/{key.sample}"
     return (
         "the ids of an episode differ from a full render of its conversation "
-        f"({difference.cause}, turn {difference.turn + 1} of {episode}). "
+        f"({difference.cause}, turn {difference.turn + 1} of {trajectory.key.label}). "
         f"{difference.description}\n"
         f"  trained:  {difference.sent!r}\n"
         f"  template: {difference.canonical!r}\n"

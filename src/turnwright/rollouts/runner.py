@@ -170,6 +170,7 @@ class Rollout:
         on_episode: Trace | None = None,
         journal: EventLog | None = None,
         elsewhere: GroupPlayer | None = None,
+        on_finished: Callable[[Trajectory], None] | None = None,
     ) -> None:
         """
         Args:
@@ -184,6 +185,7 @@ class Rollout:
             on_episode: receives the phases of each finished episode and their starts.
             journal: takes the events of episodes in place of the run's journal.
             elsewhere: plays the groups, in place of this process.
+            on_finished: receives each finished episode; it must not raise.
 
         Raises:
             UsageError: for an empty stop text, an unknown history or sanity check.
@@ -219,6 +221,7 @@ class Rollout:
 
         # What is running, and what ended.
         self._on_episode = on_episode
+        self._on_finished = on_finished
         self.elsewhere = elsewhere
         self._stream: RolloutStream | None = None
         self._running: dict[int, Recorder] = {}
@@ -327,6 +330,8 @@ class Rollout:
     def episode_finished(self, trajectory: Trajectory) -> None:
         """Count an episode; errors as of `count_error`."""
         self.finished += 1
+        if self._on_finished is not None:
+            self._on_finished(trajectory)
         self.count_error(trajectory)
 
     def count_abandoned(self, threads: AbandonableThreads) -> None:
@@ -463,7 +468,11 @@ class Rollout:
                 since = recorder.since
                 episodes.append(
                     PendingEpisode(
-                        recorder.session, recorder.turn, recorder.phase, now - since, since
+                        recorder.trajectory.key.label,
+                        recorder.turn,
+                        recorder.phase,
+                        now - since,
+                        since,
                     )
                 )
         if self.elsewhere is not None:

@@ -32,6 +32,7 @@ from turnwright.renderers import Renderer, byte_renderer
 from turnwright.renderers.control_text import ControlText
 from turnwright.renderers.history import History
 from turnwright.rollouts.agent_function import AgentFunction
+from turnwright.rollouts.episode_progress import EpisodeProgress, progress_listener
 from turnwright.rollouts.episode_spec import EpisodeSpec
 from turnwright.rollouts.render_check import SHARE, Sanity
 from turnwright.rollouts.rollout_settings import RolloutSettings
@@ -63,6 +64,7 @@ async def arollout(
     sanity: Sanity = "strict",
     sanity_share: SanityShare = SHARE,
     want: Sequence[str] = (),
+    progress: bool | None = None,
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -112,6 +114,8 @@ async def arollout(
             turn of all.
         want: engine extras to request besides ids and logprobs: `routes`, the experts of every
             position (`Sample.routes`).
+        progress: whether a progress bar is shown; None shows it in notebooks and where standard
+            error is a terminal.
 
     Raises:
         UsageError: when `env` is an instance or not a factory, `tasks` are not tasks,
@@ -139,6 +143,8 @@ async def arollout(
     renderer = renderer or byte_renderer(control_text)
 
     run = RunDir(out, trajectories=False) if out is not None else None
+    watch = progress_listener(progress)
+    counted = EpisodeProgress(watch)
     try:
         settings = RolloutSettings(
             limits=limits or Limits(),
@@ -152,13 +158,15 @@ async def arollout(
             sanity_share=sanity_share,
             want=want,
         )
-        runner = Rollout(engine, renderer, settings, run=run)
+        runner = Rollout(engine, renderer, settings, run=run, on_finished=counted.finished)
         episodes = make_episode_specs(
             env, tasks, phase="rollout", step=0, samples=samples, rules=rules
         )
         episodes = await _within_prompt_limit(runner, episodes, run)
+        counted.begin("rollout", len(episodes))
         return await runner.play(episodes)
     finally:
+        watch.close()
         if run is not None:
             run.close()
 

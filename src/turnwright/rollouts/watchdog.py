@@ -22,8 +22,8 @@ MAX_LISTED = 20
 class PendingEpisode(NamedTuple):
     """One running episode."""
 
-    session: str
-    """phase/step/task/sample/attempt"""
+    label: str
+    """`EpisodeKey.label`."""
     turn: int
     phase: str
     seconds: float
@@ -130,8 +130,7 @@ def describe_pending(episodes: list[PendingEpisode]) -> str:
     lines = [f"{len(episodes)} episode{plural} pending, oldest first (episode, turn, phase, age):"]
     for episode in episodes[:MAX_LISTED]:
         lines.append(
-            f"  {episode.session}  turn {episode.turn + 1}  {episode.phase}  "
-            f"{episode.seconds:.1f} s"
+            f"  {episode.label}  turn {episode.turn + 1}  {episode.phase}  {episode.seconds:.1f} s"
         )
     phases = Counter(episode.phase for episode in episodes[MAX_LISTED:])
     if phases:

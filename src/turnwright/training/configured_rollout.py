@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwright.config import ResolvedConfig, RunConfig
-from turnwright.engines import Engine, Sampling, ScriptedEngine
+from turnwright.engines import Engine, HasRenderer, Sampling, ScriptedEngine
 from turnwright.errors import ConfigError, ModelError
 from turnwright.records import RunDir
 from turnwright.renderers import Renderer, byte_renderer
+from turnwright.renderers.history import History
 from turnwright.rollouts import EpisodeSpec, Rollout
 from turnwright.rollouts.play_again import play_again
 from turnwright.rollouts.rollout_settings import RolloutSettings
@@ -30,11 +32,13 @@ def make_rollout(
     resolved: ResolvedConfig,
     specs: Sequence[EnvSpec],
     checkpoint: str | None,
-    engine: str,
+    engine: Engine | str,
     note: Callable[[str], None],
     *,
     run: RunDir | None = None,
     stop_on_bugs: bool = True,
+    history: History | None = None,
+    on_finished: Callable[[Trajectory], None] | None = None,
 ) -> Rollout:
     """Return a rollout of a configuration.
 
@@ -42,16 +46,25 @@ def make_rollout(
         resolved: the settings.
         specs: the environments.
         checkpoint: a model directory or a run (its last checkpoint), not the settings' model.
-        engine: `local` is what `[engine]` configures, `scripted` the environment's own solver.
+        engine: an engine; `local` is what `[engine]` configures, `scripted` the environment's own
+            solver.
         note: receives what the user should know, a line each.
         run: run directory in which every turn is recorded.
         stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout.
+        history: a history policy that replaces the one in the settings.
+        on_finished: receives each finished episode.
     """
     config = resolved.config
     settings = RolloutSettings.of(config, stop_on_bugs=stop_on_bugs)
+    if history is not None:
+        settings = replace(settings, history=history)
+    made = partial(Rollout, run=run, on_finished=on_finished)
+    if isinstance(engine, Engine):
+        renderer = engine.renderer if isinstance(engine, HasRenderer) else None
+        return made(engine, renderer or byte_renderer(config.rollout.control_text), settings)
     if engine == "scripted":
         solver, renderer = _scripted(config, specs)
-        return Rollout(solver, renderer, replace(settings, sampling=Sampling()), run=run)
+        return made(solver, renderer, replace(settings, sampling=Sampling()))
     if engine != "local":
         choices = "local (configured by [engine]) or scripted"
         raise ConfigError(f"--engine {engine}: unknown engine; choose {choices}")
@@ -70,14 +83,14 @@ def make_rollout(
         from turnwright.training.servers import connect_fixed_servers
 
         renderer = byte_renderer(config.rollout.control_text)
-        return Rollout(connect_fixed_servers(config, renderer), renderer, settings, run=run)
+        return made(connect_fixed_servers(config, renderer), renderer, settings)
 
     named = checkpoint or model.directory
     if named is None:
         remedy = "set --run RUN, --checkpoint or --model.path"
         raise ModelError(f"no model: a tiny one exists only after training; {remedy}")
     sampler, renderer = _with_model(resolved, Path(named), note, is_checkpoint=bool(checkpoint))
-    return Rollout(sampler, renderer, settings, run=run)
+    return made(sampler, renderer, settings)
 
 
 def _scripted(config: RunConfig, specs: Sequence[EnvSpec]) -> tuple[Engine, Renderer]:

@@ -995,11 +995,12 @@ class TrainingRun:
     def _pending(self) -> str:
         """Return what the running episodes wait for, and which waits longest."""
         running = self.rollout.pending()
-        waits = Counter(name for _, _, name, _, _ in running)
+        waits = Counter(episode.phase for episode in running)
         pending = ", ".join(f"{count} in {name}" for name, count in waits.most_common())
         if running:
-            session, turn, name, seconds, _ = running[0]
-            pending += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
+            longest = running[0]
+            where = f"{longest.label} turn {longest.turn + 1}"
+            pending += f"; longest: {where}, {longest.seconds:.0f} s in {longest.phase}"
         return pending
 
 

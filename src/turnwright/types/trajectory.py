@@ -333,6 +333,11 @@ class EpisodeKey:
         """Step as metrics, displays and commands count: training steps from 1."""
         return self.step + (self.phase == "train")
 
+    @property
+    def label(self) -> str:
+        """Name of the episode for people: `train 3 / TASK / 0`."""
+        return f"{self.phase} {self.metrics_step} / {self.task} / {self.sample}"
+
 
 class RowReward(NamedTuple):
     """Reward of one training row of an agent function."""

@@ -114,10 +114,7 @@ def _differences(found: ReplayResult) -> Iterator[str]:
         first.setdefault(one.key, one)
     for key, one in islice(first.items(), MAX_DIFFERENCES):
         where = f" at {one.where}" if one.where else ""
-        yield (
-            f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}: differs in "
-            f"{one.what}{where}"
-        )
+        yield (f"{key.label}: differs in {one.what}{where}")
         yield f"    recorded  {one.recorded}"
         yield f"    now       {one.now}"
 

@@ -198,10 +198,9 @@ def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], whe
     accepts any."""
     for trajectory in trajectories:
         if fingerprint and trajectory.template and trajectory.template != fingerprint:
-            key = trajectory.key
-            name = f"{key.phase}/{key.step}/{key.task}/{key.sample}"
             raise UsageError(
-                f"{where} has an episode ({name}) of another chat template, tokenizer or settings "
-                f"(hash {trajectory.template}, here {fingerprint}), whose ids mean something else "
-                "to this model: remove it, or train with the settings it was sampled with"
+                f"{where} has an episode ({trajectory.key.label}) of another chat template, "
+                f"tokenizer or settings (hash {trajectory.template}, here {fingerprint}), whose "
+                "ids mean something else to this model: remove it, or train with the settings it "
+                "was sampled with"
             )

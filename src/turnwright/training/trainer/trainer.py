@@ -543,7 +543,7 @@ class Trainer:
             gradient = self.optimizer.gradient()
             agreement = self.optimizer.agreement(gradient, past, without=bool(halved))
         norm = self.optimizer.clip_gradient()
-        check_finite(loss, norm, f"step {step}")
+        check_finite(loss, norm, f"step {step + 1}")
         if is_first:
             parts = []
             if agreement is not None and by_task:

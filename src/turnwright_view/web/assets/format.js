@@ -64,3 +64,10 @@ export function plural(count, name, many = name + 's') {
 export function interval(low, high) {
   return low === null || low === undefined ? '' : '[' + percent(low) + ', ' + percent(high) + ']';
 }
+
+// Hidden characters as signs, as the server writes those of records: for words of the address.
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu;
+
+export function visibleText(text) {
+  return text.replace(HIDDEN, (one) => '⟨U+' + one.codePointAt(0).toString(16).toUpperCase().padStart(4, '0') + '⟩');
+}

@@ -1,6 +1,7 @@
 // The page: its head, the view of the address, and what is followed while a run goes on.
 import {listPlace, runPlace, runsPlace, usePlace} from './address.js';
 import {html, render, useEffect, useInterval, useState} from './dom.js';
+import {visibleText} from './format.js';
 import {KeyHelp, useKeys} from './keys.js';
 import {source} from './source.js';
 import {Diff} from './views/diff.js';
@@ -57,7 +58,7 @@ function Head({session, place, row, fault}) {
 
 function View({session, place, row}) {
   useKeys(place);
-  const [ready, setReady] = useState('');
+  const [ready, setReady] = useState(null);
 
   // Every place begins at its top, but a place with other parameters stays where it is.
   useEffect(() => {
@@ -68,7 +69,7 @@ function View({session, place, row}) {
   const Shown = place.view === 'runs' ? Runs : VIEWS[place.view];
   return html`<main id="main" tabindex="-1" data-ready=${ready === place.hash ? place.hash || '#/' : null}>
     ${known && Shown ? html`<${Shown} session=${session} place=${place} row=${row} ready=${() => setReady(place.hash)} />`
-      : html`<p class="fault" role="alert">There is no ${known ? 'such page' : 'run ' + place.run} here. <a href="#/">To the first page</a></p>`}
+      : html`<p class="fault" role="alert">There is no ${known ? 'such page' : 'run ' + visibleText(place.run)} here. <a href="#/">To the first page</a></p>`}
   </main>`;
 }
 

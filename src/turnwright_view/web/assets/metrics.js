@@ -46,9 +46,19 @@ export function lookOf(glossary, metric) {
   return LOOKS[unit] || (metric.startsWith('mismatch') ? {from0: true} : {format: figure});
 }
 
+// Of several policies each has metrics of its own, `policy/NAME/METRIC`, drawn with that of all.
+const OF_POLICY = /^policy\/(.*)\/([^/]+)$/;
+const baseOf = (name) => name.replace(OF_POLICY, '$2');
+
+export function policiesOf(rows) {
+  const names = rows.flatMap((row) => Object.keys(row).map((name) => OF_POLICY.exec(name)).filter((found) => found));
+  return [...new Set(names.map((found) => found[1]))];
+}
+
 // [[theme, [metric]]] of the metrics that the rows have, without the first six.
 export function themesOf(rows, glossary) {
-  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !NO_CURVE.has(name) && !MAIN_NAMES.has(name));
+  const all = new Set(rows.flatMap((row) => Object.keys(row).map(baseOf)));
+  const names = [...all].filter((name) => !NO_CURVE.has(name) && !MAIN_NAMES.has(name));
   const themes = new Map(Object.values(glossary).map((doc) => [doc[3], []]));
   themes.set(OTHER, []);
   for (const name of names.sort()) themes.get(docOf(glossary, name)[3] || OTHER).push(name);

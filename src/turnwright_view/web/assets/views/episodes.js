@@ -1,7 +1,7 @@
 // The list of a run's episodes: filters in the address, the ones that matter first.
 import {changeQuery, episodePlace, go, groupOf, groupPlace, listPlace} from '../address.js';
 import {html, useEffect, useInterval, useLoaded, useRef, useState} from '../dom.js';
-import {figure, percent, plural, seconds, signed, whole} from '../format.js';
+import {figure, percent, plural, seconds, signed, visibleText, whole} from '../format.js';
 import {moveFocus, useViewKeys} from '../keys.js';
 import {stepName} from '../parts.js';
 import {source} from '../source.js';
@@ -81,14 +81,14 @@ function Filters({facets, filter, focused, run}) {
 
 // A value of the address that no episode has (any more) can still be seen and removed.
 function withOwn(options, value) {
-  return !value || options.some(([name]) => name === value) ? options : [[value, value], ...options];
+  return !value || options.some(([name]) => name === value) ? options : [[value, visibleText(value)], ...options];
 }
 
 // What has no field of its own, and the way back to all.
 function Chips({filter, run}) {
   const names = Object.keys(filter).filter((name) => name !== 'sort');
   if (!names.length) return null;
-  return html`<p class="chips">${['task', 'group'].filter((name) => filter[name]).map((name) => html`<button key=${name} type="button" onClick=${() => set(name, '')}>${name} ${filter[name]} ✕</button>`)}
+  return html`<p class="chips">${['task', 'group'].filter((name) => filter[name]).map((name) => html`<button key=${name} type="button" onClick=${() => set(name, '')}>${name} ${visibleText(filter[name])} ✕</button>`)}
     <a href=${listPlace(run, {sort: filter.sort})}>all episodes</a></p>`;
 }
 

@@ -71,7 +71,7 @@ function GroupHead({group, run, row, groupKey}) {
   const first = group.episodes[0];
   return html`<section class="card head">
     <${Trail} run=${run} row=${row}>
-      <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(phase, Number(step))}</a>
+      <a href=${listPlace(run, {phase, step_min: step, step_max: step})}>${stepName(first.row.phase, first.row.step)}</a>
       <a href=${listPlace(run, {task})}>task ${first.row.task}</a>
     <//>
     <h1>${taskText(first)}</h1>
@@ -155,12 +155,14 @@ function ReplyCount({reply, of}) {
 function Matrix({group, run}) {
   const {episodes} = group;
   const best = episodes[0];
+  // Where all are as good, the first is what the others are compared with.
+  const bestName = rewardsOf(group.rows).isTie ? 'the first' : 'the best';
   const most = Math.max(...episodes.map((episode) => episode.turns.length));
   const turns = Array.from({length: most}, (_, index) => index);
 
   return html`<section class="card">
-    <h2>Attempts, best first</h2>
-    <p class="muted small">Muted is what begins with the same ids as the best attempt; ≠ marks the turn in which an attempt
+    <h2>Attempts${bestName === 'the best' ? ', best first' : ''}</h2>
+    <p class="muted small">Muted is what begins with the same ids as ${bestName} attempt; ≠ marks the turn in which an attempt
       first differs from it. Below each reply is what the world answered.</p>
     <div class="scroller" role="region" aria-label="attempts by turn" tabindex="0">
     <table class="matrix" style=${{minWidth: 170 + 190 * most + 'px'}}>
@@ -168,29 +170,29 @@ function Matrix({group, run}) {
         <th scope="col">attempt</th>
         ${turns.map((index) => html`<th key=${index} scope="col">turn ${index + 1}</th>`)}
       </tr></thead>
-      <tbody>${episodes.map((episode) => html`<${Sibling} key=${episode.key} ...${{episode, best, turns, run}} />`)}</tbody>
+      <tbody>${episodes.map((episode) => html`<${Sibling} key=${episode.key} ...${{episode, best, bestName, turns, run}} />`)}</tbody>
     </table></div>
   </section>`;
 }
 
-function Sibling({episode, best, turns, run}) {
+function Sibling({episode, best, bestName, turns, run}) {
   const parting = episode === best ? -1 : partingTurn(episode, best);
   return html`<tr class="sibling" data-key=${episode.key}>
-    <th scope="row"><${SiblingHead} episode=${episode} best=${best} run=${run} /></th>
+    <th scope="row"><${SiblingHead} ...${{episode, best, bestName, run}} /></th>
     ${turns.map((index) => html`<${Cell} key=${index} ...${{episode, best, index, parting, run}} />`)}
   </tr>`;
 }
 
-function SiblingHead({episode, best, run}) {
+function SiblingHead({episode, best, bestName, run}) {
   const {row} = episode;
   const name = sampleName(row);
   const difference = html`<a href=${diffPlace(run, best.key, episode.key)}
-    aria-label=${'difference of ' + name + ' to the best'}>difference</a>`;
+    aria-label=${'difference of ' + name + ' to ' + bestName}>difference</a>`;
   return html`
     <p class="row"><a class="sample" href=${episodePlace(run, episode.key)}>${name}</a><${Reward} value=${row.reward} label="" /></p>
     <p class="small muted">${row.reason ? 'not trained: ' + row.reason : 'advantage ' + signed(row.advantage)}</p>
     ${row.stop !== 'done' || row.error ? html`<p><${Stop} row=${row} /></p>` : null}
-    <p class="small">${episode === best ? html`<b>the best</b>` : difference}</p>`;
+    <p class="small">${episode === best ? html`<b>${bestName}</b>` : difference}</p>`;
 }
 
 const MOST_IN_CELL = 600;
@@ -210,6 +212,7 @@ function Cell({episode, best, index, parting, run}) {
   const same = isComparable ? commonStart(pieces, ofBest) : 0;
   return html`<td class=${isParting ? 'parting-cell' : ''} data-label=${label}>
     ${mark}
+    ${turn.agent !== 'main' ? html`<p class="small muted agent">${turn.agent}</p>` : null}
     <p class="said">
       ${same ? html`<span class="alike">${textOf(pieces.slice(0, same))}</span>` : null}
       <span>${excerptOf(textOf(pieces.slice(same)), MOST_IN_CELL)}</span>

@@ -4,7 +4,7 @@ import {changeQuery, episodePlace, go, listPlace} from '../address.js';
 import {Chart, colorOf} from '../chart.js';
 import {html, useEffect, useInterval, useLoaded, useState} from '../dom.js';
 import {figure, interval, percent, plural, whole} from '../format.js';
-import {AXES, docOf, lookOf, MAIN, pointsOf, themesOf, titleOf, trainingRows} from '../metrics.js';
+import {AXES, docOf, lookOf, MAIN, pointsOf, policiesOf, themesOf, titleOf, trainingRows} from '../metrics.js';
 import {prose, Segmented} from '../parts.js';
 import {source} from '../source.js';
 
@@ -112,10 +112,12 @@ function Curves({run, place, glossary}) {
   const draw = (rows, phase) => (name) => {
     const series = [{label: phase === 'train' ? 'training' : phase, color: 0, points: pointsOf(rows, name, axis)}];
     if (name === 'success' && phase === 'train') series.push(...heldOutSeries(run, training, axis));
+    policies.forEach((policy, number) => series.push({label: policy, color: number + 1, dash: number + 1, points: pointsOf(rows, `policy/${policy}/${name}`, axis)}));
     const [unit, meaning] = docOf(glossary, name);
     return html`<${Chart} key=${name} title=${titleOf(name)} note=${meaning || unit} series=${series} smooth=${smooth} unit=${AXES[axis][0]}
       ...${lookOf(glossary, name)} onPick=${axis === 'step' ? toEpisodes(phase) : null} />`;
   };
+  const policies = policiesOf(training);
   const main = MAIN.map(([name]) => name);
   const warmupMetrics = [...main, ...themesOf(warmup, glossary).flatMap(([, metrics]) => metrics)];
 
