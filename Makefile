@@ -94,7 +94,7 @@ test-gpu: $(READY) $(SMOLLM2)
 	@$(BIN)/python -m pytest -m gpu -n0 $(ARGS) tests/gpu
 
 test-browser: $(READY)
-	@$(BIN)/python -c 'import playwright' 2>/dev/null || { \
+	@$(BIN)/python -c 'import axe_playwright_python, playwright' 2>/dev/null || { \
 	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'; }
 	@$(BIN)/python -m pytest -m browser $(ARGS) tests/browser

@@ -34,6 +34,14 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="turnwright-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+# So are the viewer's indexes of runs; what others keep in the user's cache stays where it is.
+_CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", os.path.join(_CACHE, "ms-playwright"))
+os.environ.setdefault("PIP_CACHE_DIR", os.path.join(_CACHE, "pip"))
+os.environ.setdefault("HF_HOME", os.path.join(_CACHE, "huggingface"))
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="turnwright-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
 # What a shell starts in the background ignores Ctrl-C; tests of it send the signal all the same, to
 # this process and to others.
 signal.signal(signal.SIGINT, signal.default_int_handler)

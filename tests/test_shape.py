@@ -211,9 +211,6 @@ OTHERS = {
     ): "a copy, by a method of its class",
     ("turnwright/renderers/template.py", "twin._variables"): "a copy, by a method of its class",
     ("turnwright/renderers/template.py", "twin._writes_parts"): "a copy, by a method of its class",
-    ("turnwright_view/web/server.py", "self._http.daemon_threads"): "http.server",
-    ("turnwright_view/web/server.py", "self._http.stores"): "http.server: what its handlers read",
-    ("turnwright_view/web/server.py", "self._http.token"): "likewise",
 }
 
 

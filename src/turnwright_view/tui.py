@@ -1,4 +1,4 @@
-"""Terminal viewer: the table, a trajectory turn by turn, its tokens. All text is escaped first."""
+"""Terminal viewer: the table, an episode turn by turn, its tokens. All text is escaped first."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from turnwright.display.diagnosis import diagnose
 from turnwright.display.run_data import read_run
 from turnwright.display.text import single_line
 from turnwright.errors import UsageError
-from turnwright_view.web.index import IndexEntry, TrajectoryIndex
-from turnwright_view.web.pages import escape_json, trajectory, truncate
+from turnwright_view.web.episode import episode_page
+from turnwright_view.web.episode_rows import key_of_address
+from turnwright_view.web.index import RunIndex
+from turnwright_view.web.index_tables import Found
+from turnwright_view.web.search import EpisodeFilter
+from turnwright_view.web.texts import escape_json, one_line, truncate
 
 Line = tuple[str, str]  # style and text of a piece
 HELP = {
     "table": "j k  up, down   enter  open   f  failed only   w  worst first   space  a page   q  "
     "leave",
-    "conversation": "j k  scroll   J K  turns   n p  trajectories   t  tokens   space  a page   "
+    "conversation": "j k  scroll   J K  turns   n p  episodes   t  tokens   space  a page   "
     "q  back",
 }
 ARROWS = {
@@ -47,8 +51,8 @@ LEVELS = (
 class TuiState:
     """State of the viewer and its key bindings, independent of the terminal."""
 
-    def __init__(self, store: TrajectoryIndex) -> None:
-        self.store = store
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
         self.selected = self.top = 0
         self.failed = self.worst = self.tokens = self.over = False
         self.record: Mapping[str, Any] | None = None
@@ -56,18 +60,17 @@ class TuiState:
         self.height = 20
 
     @property
-    def rows(self) -> list[IndexEntry]:
-        """Entries of the table."""
-        rows = (
-            [entry for entry in self.store.entries if entry.error]
-            if self.failed
-            else self.store.entries[:]
-        )
-        return (
-            sorted(rows, key=lambda e: -math.inf if e.reward is None else e.reward)
-            if self.worst
-            else rows
-        )
+    def count(self) -> int:
+        """Number of rows of the table."""
+        return self._found(0, 1).total or 0
+
+    def rows(self, start: int, most: int) -> list[dict[str, Any]]:
+        """Return some rows of the table."""
+        return self._found(start, most).rows
+
+    def _found(self, start: int, most: int) -> Found:
+        wanted = EpisodeFilter(error="*" if self.failed else "")
+        return self.index.find(wanted, "worst" if self.worst else "oldest", start, most)
 
     def key(self, key: str) -> None:
         """Handle a key."""
@@ -75,7 +78,7 @@ class TuiState:
         (self._table_key if self.record is None else self._conversation_key)(key)
 
     def _table_key(self, key: str) -> None:
-        count = len(self.rows)
+        count = self.count
         moves = {"j": 1, "k": -1, " ": self.height, "b": -self.height, "g": -count, "G": count}
         if key in moves:
             self.selected = max(0, min(count - 1, self.selected + moves[key]))
@@ -97,9 +100,8 @@ class TuiState:
         elif key == "K":
             self.top = next((start for start in reversed(self.starts) if start < self.top), 0)
         elif key in "np":
-            self.selected = max(
-                0, min(len(self.rows) - 1, self.selected + (1 if key == "n" else -1))
-            )
+            by = 1 if key == "n" else -1
+            self.selected = max(0, min(self.count - 1, self.selected + by))
             self._open()
         elif key == "t":
             self.tokens, self.top = not self.tokens, 0
@@ -107,8 +109,12 @@ class TuiState:
             self.record = None
 
     def _open(self) -> None:
-        entry = self.rows[self.selected]
-        self.record, self.top = escape_json(trajectory(self.store, self.selected, entry)), 0
+        (row,) = self.rows(self.selected, 1)
+        key = key_of_address(row["key"])
+        columns = None if key is None else self.index.episode(key)
+        if columns is not None:
+            self.record = escape_json(episode_page(self.index, columns))
+            self.top = 0
 
     def lines(self, height: int) -> list[list[Line]]:
         """Return the lines between head and foot, each a list of pieces; long texts
@@ -116,32 +122,31 @@ class TuiState:
         self.height = max(1, height)
         if self.record is not None:
             return list(conversation_lines(self.record, self.tokens))
-        rows = self.rows
-        self.selected = max(0, min(self.selected, len(rows) - 1))
-        first = max(0, min(self.selected - self.height // 2, len(rows) - self.height))
-        return [
-            _row(entry, number == self.selected)
-            for number, entry in enumerate(rows[first : first + height], first)
-        ]
+        count = self.count
+        self.selected = max(0, min(self.selected, count - 1))
+        first = max(0, min(self.selected - self.height // 2, count - self.height))
+        rows = self.rows(first, height)
+        return [_row(row, number == self.selected) for number, row in enumerate(rows, first)]
 
 
-def _row(entry: IndexEntry, here: bool) -> list[Line]:
-    reward = "none" if entry.reward is None else f"{entry.reward:.4g}"
-    texts = ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
-    phase, task, stop, error = (escape_json(truncate(text, most)) for text, most in texts)
-    head = f"{'>' if here else ' '} {phase:<12} {entry.step:>5}  {task:<18} {entry.sample:>3} "
-    text = head + f"{reward:>8}  {stop:<14} {entry.turns:>3} turns {entry.tokens:>6} ids  {error}"
-    return [("reverse" if here else "red" if entry.error else "", text)]
+def _row(row: Mapping[str, Any], here: bool) -> list[Line]:
+    reward = "none" if row["reward"] is None else f"{row['reward']:.4g}"
+    texts = ((row["phase"], 20), (row["prompt"], 24), (row["stop"], 14), (row["error"], 40))
+    phase, prompt, stop, error = (escape_json(one_line(text, most)) for text, most in texts)
+    mark = ">" if here else " "
+    head = f"{mark} {phase:<12} {row['step']:>5}  {prompt:<24} {row['sample']:>3} "
+    text = f"{reward:>8}  {stop:<14} {row['turns']:>3} turns {row['tokens']:>6} ids  {error}"
+    return [("reverse" if here else "red" if row["error"] else "", head + text)]
 
 
 def conversation_lines(record: Mapping[str, Any], tokens: bool) -> Iterator[list[Line]]:
-    """Yield a trajectory, turn by turn."""
+    """Yield an episode, turn by turn."""
     reward = "none" if record["reward"] is None else f"{record['reward']:.4g}"
     yield [
         (
             "bold",
             f"reward {reward}, {record['stop']}, {len(record['turns'])} turns, task "
-            f"{record['key'].get('task', '')}",
+            f"{record['row']['task']}",
         )
     ]
     advantage = "" if record["advantage"] is None else f"  Advantage {record['advantage']:.4g}."
@@ -220,9 +225,9 @@ def run_tui(run: Path) -> None:
 
     from rich.console import Console
 
-    store = TrajectoryIndex(run)
-    store.start()
-    state = TuiState(store)
+    index = RunIndex(run)
+    index.start()
+    state = TuiState(index)
     found = read_run(run)
     heads = [
         single_line(f"{one.name}: {one.fault}", 300) for one in diagnose(found.rows, found.summary)
@@ -242,7 +247,7 @@ def run_tui(run: Path) -> None:
         pass
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        store.close()
+        index.close()
 
 
 def _drawn(state: TuiState, name: str, heads: Sequence[str], console: Any) -> Any:
@@ -253,7 +258,7 @@ def _drawn(state: TuiState, name: str, heads: Sequence[str], console: Any) -> An
     body = height - 3
     made = [Text.assemble(*((text, style) for style, text in line)) for line in state.lines(body)]
     if state.record is None:
-        head = f"{name}: {len(state.rows)} trajectories" + (f"   ! {heads[0]}" if heads else "")
+        head = f"{name}: {state.count} episodes" + (f"   ! {heads[0]}" if heads else "")
         body_lines = made
         for line in body_lines:
             line.truncate(width)

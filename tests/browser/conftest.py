@@ -1,5 +1,5 @@
-"""A browser, its pages, and runs of both quickstarts' recipes, small ones, made
-once by the command line."""
+"""A browser, its pages, and real runs of shipped recipes, small ones, made once by the command
+line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from kit.browser import finished, training
+from kit.browser import WITHOUT_WARMUP, finished, training
 
 
 def chromium():
@@ -43,12 +43,52 @@ def page(browser):
     page.close()
 
 
+FLAKY = """from turnwright.envs.builtin.hop import Hop
+
+
+class Flaky(Hop):
+    async def step(self, action):
+        if not action.text.startswith(("lookup ", "answer ")) and len(action.text) % 2:
+            raise ConnectionError(f"the table is gone: {action.text}")
+        return await super().step(action)
+"""
+"""A world that fails on about half of the replies that its demonstrator would not give."""
+
+
 @pytest.fixture(scope="session")
-def quickstarts(tmp_path_factory):
-    """Runs of quickstart.toml and quickstart_vlm.toml."""
+def runs(tmp_path_factory):
+    """Folder of a run for each kind of agent: text, images, tools, two policies, asynchronous, and
+    one whose world fails."""
     folder = tmp_path_factory.mktemp("runs")
-    runs = folder / "quickstart", folder / "quickstart-vlm"
-    processes = [training(f"{run.name.replace('-', '_')}.toml", run) for run in runs]
+    flaky = folder / "flaky.py"
+    flaky.write_text(FLAKY)
+    processes = [
+        training("quickstart.toml", folder / "quickstart"),
+        training("quickstart_vlm.toml", folder / "quickstart-vlm"),
+        training("json_tools.toml", folder / "tools"),
+        training("two_policies.toml", folder / "policies", small=WITHOUT_WARMUP),
+        training(
+            "quickstart.toml",
+            folder / "async",
+            schedule={"mode": "async"},
+            train={"correction": "tis"},
+        ),
+        training(
+            "quickstart.toml",
+            folder / "failing",
+            small=WITHOUT_WARMUP,
+            env={"use": f"{flaky}:Flaky"},
+            warmup={"demos": 0},
+            rollout={"max-failed": 1},
+        ),
+    ]
     for process in processes:
         finished(process)
-    return runs
+    flaky.unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quickstarts(runs):
+    """Runs of quickstart.toml and quickstart_vlm.toml."""
+    return runs / "quickstart", runs / "quickstart-vlm"

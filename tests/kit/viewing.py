@@ -1,12 +1,19 @@
-"""A run directory as training would leave it, made of random figures."""
+"""A run directory as training would leave it, made of random figures, and requests to a viewer of
+it."""
 
 from __future__ import annotations
 
+import gzip
+import http.client
 import json
 import math
 import random
+import time
+from base64 import b64decode
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from turnwright.config import load
 from turnwright.config.dump import to_json_dict
@@ -298,3 +305,101 @@ def add_policies(run: Path, names: tuple[str, ...] = POLICIES) -> Path:
         "".join(json.dumps(episode) + "\n" for episode in episodes)
     )
     return run
+
+
+def get(
+    server: Any, path: str, host: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one request, whose host may be forged and whose path is sent as
+    it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+    connection.putheader("Host", host or f"127.0.0.1:{server.port}")
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), body
+
+
+def get_json(server: Any, path: str, **query: Any) -> Any:
+    """What a server answers to a request that it accepts."""
+    status, _, body = get(server, f"{path}?{urlencode(query)}")
+    assert status == 200, (status, body)
+    return json.loads(body)
+
+
+def read_whole(server: Any) -> None:
+    """Wait until the indexes of all runs have read everything."""
+    until = time.monotonic() + 60
+    for run_id in server.session.runs():
+        index = server.session.index(run_id)
+        training = index.training
+        while time.monotonic() < until:
+            state = index.state()
+            size = training.stat().st_size if training.is_file() else 0
+            progress = index.progress()
+            if progress["read"] == progress["size"] and state.trained_read == size:
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError(f"the index of {run_id} did not get through the file")
+
+
+class SentPage(HTMLParser):
+    """A page that is one file: its elements, what stands in scripts, and the data in these."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts: list[str] = []
+        self.packs: dict[str, Any] = {}
+        self._inside = ""
+        self.feed(text)
+        self.data = json.loads(self.scripts[0])
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+            self._name = dict(attrs).get("id") or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script" and self._name.startswith("chunk-"):
+            self.packs[self._name] = json.loads(gzip.decompress(b64decode(self.scripts[-1])))
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+
+    @property
+    def policy(self) -> str:
+        """Its content security policy."""
+        (policy,) = [value for name, value in self.attributes if value and "default-src" in value]
+        return policy
+
+    def episodes(self, run: int = 0) -> dict[str, Any]:
+        """Episodes of a run by key."""
+        found: dict[str, Any] = {}
+        for name, pack in self.packs.items():
+            if name.startswith(f"chunk-{run}-"):
+                found |= pack["episodes"]
+        return found
+
+    def images(self) -> dict[str, str]:
+        """Images by hash, as base64."""
+        return {name: png for pack in self.packs.values() for name, png in pack["media"].items()}
+
+
+def sent(paths: list[Path], out: Path, **options: Any) -> SentPage:
+    """Write the page of runs as one file, and read it."""
+    from turnwright_view.web import write_page
+
+    write_page(paths, out, **options)
+    return SentPage(out.read_text())

@@ -7,31 +7,26 @@ Nothing that reads it may end without an answer, and what is left out is counted
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
 import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit.viewing import add_policies, trajectory, write_run
+from kit.viewing import add_policies, get_json, read_whole, sent, trajectory, write_run
 from rich.console import Console
 
 import turnwright as tw
 from turnwright.cli.main import main
 from turnwright.records import to_json, trajectory_row
-from turnwright_view.report import render_report
 from turnwright_view.tui import TuiState, _drawn
-from turnwright_view.web import ViewerServer, self_contained
-from turnwright_view.web.index import TrajectoryIndex
-from turnwright_view.web.server import _Handler
+from turnwright_view.web import ViewerServer
+from turnwright_view.web.server import respond
+from turnwright_view.web.sessions import Session
 
 VALUES = st.recursive(
     st.none()
@@ -157,14 +152,11 @@ FILES = ["trajectories.jsonl"] * 4 + [
 ]
 
 
-def answer(store: TrajectoryIndex, path: str, **query: Any) -> tuple[int, bytes]:
-    """Status and body that the viewer's handler gives, without a socket."""
-    handler = object.__new__(_Handler)
-    handler.path = f"{path}?{urlencode(query)}"
-    handler.server = SimpleNamespace(stores=[store], token="", server_address=("127.0.0.1", 1))
-    handler.headers = {"Host": "127.0.0.1:1"}
-    status, _, body = handler._answer()
-    return int(status), body
+def answer(session: Session, path: str, **query: str) -> Any:
+    """What the viewer answers to a request that it accepts, without a socket."""
+    found = respond(session, path, query)
+    assert found.status == 200, (path, found.body)
+    return json.loads(found.body)
 
 
 @given(st.data())
@@ -190,40 +182,40 @@ def test_any_value_in_any_place_is_shown_or_counted(
 def check(run: Path) -> None:
     """Drive everything that shows a run."""
     count = len((run / "trajectories.jsonl").read_text().splitlines())
-    store = TrajectoryIndex(run)
-    store.update()
-    assert len(store.entries) + store.unreadable == count
+    session = Session([run])
+    name = run.name
+    index = session.index(name, follow=False)
+    assert index is not None
+    index.update()
+    state = index.state()
+    assert state.records == count
+    assert state.episodes + state.unreadable == count
 
     # Every page and request of the viewer.
-    for path, query in (
-        ("/api/overview", {}),
-        ("/api/facets", {}),
-        ("/api/list", {}),
-        ("/api/list", {"text": "a", "worst": 1}),
-    ):
-        status, body = answer(store, path, **query)
-        assert status == 200, (path, body)
-        json.loads(body)
-    for entry in store.entries:
-        status, body = answer(store, "/api/trajectory", at=entry.at)
-        assert status == 200, body
-        json.loads(body)
-    problems = json.loads(answer(store, "/api/overview")[1])["problems"]
+    answer(session, "/api/session")
+    answer(session, "/api/runs")
+    answer(session, "/api/facets", run=name)
+    answer(session, "/api/episodes", run=name, text="a", sort="worst")
+    rows = answer(session, "/api/episodes", run=name)["rows"]
+    assert len(rows) == state.episodes
+    for row in rows:
+        answer(session, "/api/episode", run=name, key=row["key"])
+    problems = answer(session, "/api/run", run=name)["problems"]
     left_out = [problem for problem in problems if problem.startswith("trajectories.jsonl")]
-    assert bool(store.unreadable) == any(
+    assert bool(state.unreadable) == any(
         "skipped 1 unreadable line" in problem for problem in left_out
     )
-    assert bool(store.failed) == any(
+    assert bool(index.failed) == any(
         "1 record that was opened cannot be read" in problem for problem in left_out
     )
 
-    # The pages that are files, and the terminal.
-    assert "</html>" in render_report(run)
-    assert self_contained([run], run / "all.html") == len(store.entries)
-    state, console = TuiState(store), Console(file=io.StringIO(), width=80, height=24)
+    # The page that is a file, and the terminal.
+    assert len(sent([run], run / "all.html").episodes()) == state.episodes
+    view, console = TuiState(index), Console(file=io.StringIO(), width=80, height=24)
     for key in ("", "w", "G", "\r", "t", "n", "p", "q"):
-        state.key(key)
-        assert _drawn(state, "x", [], console)
+        view.key(key)
+        assert _drawn(view, "x", [], console)
+    session.close()
 
     # Commands read records that someone trains on, so they refuse what is no record, in one line.
     for words in (
@@ -271,11 +263,8 @@ def test_an_odd_line_is_counted_and_those_behind_it_are_read(
     odd: tuple[str, Any], tmp_path: Path
 ) -> None:
     """By a real server: its index goes on, says how many lines it left out, and answers."""
-    line = json.dumps(trajectory(random.Random(1))) + "\n"
-    odd_line = json.dumps(json.loads(line) | dict([odd])) + "\n"
-    (tmp_path / "trajectories.jsonl").write_text(line + odd_line + line)
-    problems, found = served(tmp_path, len(line))
-    assert found["count"] == 2
+    problems, rows, _ = served(tmp_path, odd)
+    assert [row["sample"] for row in rows] == [0, 2]
     assert problems == ["trajectories.jsonl: skipped 1 unreadable line"]
 
 
@@ -283,39 +272,27 @@ def test_an_odd_line_is_counted_and_those_behind_it_are_read(
 def test_a_record_that_cannot_be_shown_says_so_in_its_place(
     odd: tuple[str, Any], tmp_path: Path
 ) -> None:
-    line = json.dumps(trajectory(random.Random(1))) + "\n"
-    (tmp_path / "trajectories.jsonl").write_text(
-        line + json.dumps(json.loads(line) | dict([odd])) + "\n" + line
-    )
-    problems, found = served(tmp_path, len(line))
-    assert found["count"] == 3
-    assert found["opened"]["error"]["message"].startswith("the record cannot be read: TypeError")
+    problems, rows, opened = served(tmp_path, odd)
+    assert [row["sample"] for row in rows] == [0, 1, 2]
+    assert opened[1]["error"]["message"].startswith("the record cannot be read: TypeError")
+    assert opened[0]["error"] is opened[2]["error"] is None
     assert problems == ["trajectories.jsonl: 1 record that was opened cannot be read"]
 
 
-def served(run: Path, at: int) -> tuple[list[str], dict[str, Any]]:
-    """What a server says of a run: its problems, the number of its trajectories, and
-    the one at an offset."""
+def served(run: Path, odd: tuple[str, Any]) -> tuple[list[str], list[Any], list[Any]]:
+    """What a server says of a run of three records, of which the second has an odd value: its
+    problems, its list, and each of its episodes."""
+    rows = [trajectory(random.Random(1)) for _ in range(3)]
+    for number, row in enumerate(rows):
+        row["key"]["sample"] = number
+    rows[1] |= dict([odd])
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     server = ViewerServer([run])
     server.start()
     try:
-        until = time.monotonic() + 60
-        while (
-            server.stores[0].read < (run / "trajectories.jsonl").stat().st_size
-            and time.monotonic() < until
-        ):
-            time.sleep(0.01)
-
-        def get(path: str) -> Any:
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-            connection.request("GET", path)
-            response = connection.getresponse()
-            body = response.read()
-            connection.close()
-            return json.loads(body) if response.status == 200 else None
-
-        found = {"opened": get(f"/api/trajectory?at={at}")}
-        overview = get("/api/overview")
-        return overview["problems"], found | {"count": overview["count"]}
+        read_whole(server)
+        found = get_json(server, "/api/episodes", run=run.name, sort="oldest")["rows"]
+        opened = [get_json(server, "/api/episode", run=run.name, key=row["key"]) for row in found]
+        return get_json(server, "/api/run", run=run.name)["problems"], found, opened
     finally:
         server.close()

@@ -18,8 +18,8 @@ import pytest
 
 from turnwright.cli.main import main
 from turnwright_view.tui import TuiState, conversation_lines
-from turnwright_view.web.index import TrajectoryIndex
-from turnwright_view.web.pages import trajectory
+from turnwright_view.web.episode import episode_page
+from turnwright_view.web.index import RunIndex
 
 HOSTILE = "\x1b]0;owned\x07\x1b[?1000h<script>\u202e\x00[red]x[/red]"
 
@@ -30,36 +30,36 @@ def run(make_run, tmp_path):
 
 
 def test_keys_move_open_filter_and_leave(run):
-    store = TrajectoryIndex(run)
-    store.update()
-    state = TuiState(store)
+    index = RunIndex(run)
+    index.update()
+    state = TuiState(index)
     assert len(state.lines(10)) == 10
     for key in ("j", "j", "\x1b[B", "k"):
         state.key(key)
     assert state.selected == 2
     state.key("G")
-    assert state.selected == len(store.entries) - 1
+    assert state.selected == state.count - 1 == 26
     state.key("f")
-    assert [entry.error for entry in state.rows] == ["step/ToolFailed"]
+    assert [row["error"] for row in state.rows(0, 10)] == ["step/ToolFailed"]
     state.key("\r")
     assert state.record is not None
     assert any("ToolFailed" in text for line in state.lines(10) for _, text in line)
     state.key("q")
     state.key("f")
     state.key("w")
-    assert state.rows[0].reward is None
+    assert state.rows(0, 1)[0]["reward"] is None
     state.key("\r")
     state.key("n")
-    assert state.record["reward"] == state.rows[1].reward
+    assert state.record["reward"] == state.rows(1, 1)[0]["reward"]
     for key in ("q", "q"):
         state.key(key)
     assert state.over
 
 
 def test_tokens_are_told_with_id_and_logprob(run):
-    store = TrajectoryIndex(run)
-    store.update()
-    whole = trajectory(store, 3, store.entries[3])
+    index = RunIndex(run)
+    index.update()
+    whole = episode_page(index, index.at(3))
     text = "\n".join(
         "".join(piece for _, piece in line) for line in conversation_lines(whole, tokens=True)
     )
@@ -109,7 +109,7 @@ class Terminal:
 def test_in_a_real_terminal_hostile_text_stays_text(make_run, tmp_path):
     run = make_run(tmp_path / "hop", steps=2, said=HOSTILE)
     terminal = Terminal(run)
-    everything = terminal.until(b"11 trajectories")
+    everything = terminal.until(b"11 episodes")
     terminal.press(b"\r")
     everything += terminal.until(b"--- turn 1")
     assert b"<script>" in terminal.seen
@@ -117,7 +117,7 @@ def test_in_a_real_terminal_hostile_text_stays_text(make_run, tmp_path):
     terminal.press(b"t")
     everything += terminal.until(b" id ")
     terminal.press(b"q")
-    everything += terminal.until(b"11 trajectories")
+    everything += terminal.until(b"11 episodes")
     terminal.press(b"q")
     assert terminal.close() == 0
     for code in (b"\x1b]0;owned", b"\x07", b"\x1b[?1000h", b"\x00", "\u202e".encode()):

@@ -10,8 +10,9 @@ import turnwright as tw
 from turnwright.cli.rollout import trajectory_lines
 from turnwright.envs import play_scripted
 from turnwright.envs.scripted_play import run
-from turnwright.records import trajectory_row
-from turnwright_view.conversation import prepare
+from turnwright.records import to_json, trajectory_row
+from turnwright_view.web.episode import episode_page
+from turnwright_view.web.index import RunIndex
 
 
 class Tip(tw.Env):
@@ -33,25 +34,21 @@ def played():
     return trajectory
 
 
-def test_the_report_shows_insertions_apart_and_rewound_tails_on_their_branch():
-    rendered = prepare(trajectory_row(played(), tw.byte_renderer()), "best")
-    assert [
-        (expected.role, expected.text, "".join(t.text for t in expected.tokens))
-        for expected in rendered.messages
-    ] == [
-        ("user", "6 * 7?", ""),
-        ("main", "", "It is 41!<|im_end|>"),
-        ("environment", "But wait, ", ""),
-        ("main", "", "no, 42<|im_end|>"),
-    ]
-    assert (
-        rendered.messages[2].facts == "inside the model's message, after 6 of the 10 tokens before"
-    )
-    assert "1 of 4 spans are fully or partly on other branches" in rendered.notes[0]
-    first = rendered.spans[1].facts
-    assert "on another branch" in first
-    assert "untrained from" in first
-    assert [span.on_path for span in rendered.spans] == [True] * 4
+def test_the_page_shows_insertions_apart_and_rewound_tails_untrained(tmp_path):
+    row = to_json(trajectory_row(played(), tw.byte_renderer()))
+    (tmp_path / "trajectories.jsonl").write_bytes(row + b"\n")
+    index = RunIndex(tmp_path)
+    index.update()
+    page = episode_page(index, index.at(0))
+    first, second = page["turns"]
+    assert first["inserted"] is None
+    assert first["messages"][0]["text"] == "6 * 7?"
+    assert (second["inserted"], second["kept"], second["parent"]) == ("But wait, ", 6, 0)
+    texts = ["".join(page["spans"][n]["tokens"]) for turn in (first, second) for n in turn["spans"]]
+    assert texts == ["It is 41!<|im_end|>", "no, 42<|im_end|>"]
+    tail = page["spans"][first["spans"][0]]
+    assert (tail["untrained"], tail["untrained_from"]) == ("rewound", 6)
+    assert [page["spans"][n]["text"] for n in (2,)] == ["But wait, "]
 
 
 def test_the_terminal_shows_insertions_apart():

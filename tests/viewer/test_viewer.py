@@ -1,57 +1,31 @@
-"""The viewer without a browser: what it serves, what it refuses, and how much
-of a large run it holds."""
+"""The viewer without a browser: what it serves, what it refuses, and that hostile text stays
+text."""
 
 from __future__ import annotations
 
-import http.client
+import gzip
 import json
 import random
-import time
-import tracemalloc
-from html.parser import HTMLParser
+from urllib.parse import quote
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.viewing import add_policies
+from kit.viewing import add_policies, get, get_json, read_whole, trajectory
 
 from turnwright.cli.main import main
-from turnwright_view.report import render_report
-from turnwright_view.web import ViewerServer, self_contained
-from turnwright_view.web.index import TableFilter, TrajectoryIndex
-from turnwright_view.web.pages import embed_json, escape_json, media_of, trajectory
+from turnwright_view.web import ViewerServer
+from turnwright_view.web.episode import episode_page
+from turnwright_view.web.index import RunIndex
+from turnwright_view.web.media import media_of
+from turnwright_view.web.texts import embed_json, escape_json
 
 HASH = "ab" * 32
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(1)></script><a "
     "href='javascript:alert(1)'>x</a>\u202etxt.exe\x00\x1b[2J\x1b]0;owned\x07&amp;\ud800"
 )
-
-
-def get(server, path, host=None, cookie=None):
-    """Status, headers and body of one request, whose host may be forged and whose
-    path is sent as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.putrequest("GET", path, skip_host=True)
-    connection.putheader("Host", host or f"127.0.0.1:{server.port}")
-    if cookie is not None:
-        connection.putheader("Cookie", cookie)
-    connection.endheaders()
-    answer = connection.getresponse()
-    body = answer.read()
-    connection.close()
-    return answer.status, dict(answer.getheaders()), body
-
-
-def read_whole(server):
-    """Wait until the index has read everything."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        if all(store.size and store.read == store.size for store in server.stores):
-            return
-        time.sleep(0.01)
-    raise AssertionError("the index did not get through the file")
 
 
 @pytest.fixture
@@ -71,89 +45,192 @@ def server(run):
     server.close()
 
 
+def episodes(server, run="hop", **query):
+    return get_json(server, "/api/episodes", run=run, most=1000, **query)
+
+
+def episode(server, key, run="hop"):
+    return get_json(server, "/api/episode", run=run, key=key)
+
+
 def test_page_and_data_are_served_with_a_policy_that_allows_no_foreign_script(server):
     status, headers, body = get(server, "/")
     assert status == 200
     assert "default-src 'none'; script-src 'self'" in headers["Content-Security-Policy"]
     assert "unsafe" not in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
-    assert b"/app.js" in body
-    assert get(server, "/app.js")[1]["Content-Type"].startswith("text/javascript")
-    overview = json.loads(get(server, "/api/overview")[2])
-    assert overview["name"] == "hop"
-    assert [row["step"] for row in overview["rows"] if row["phase"] == "train"] == list(range(6))
-    later = json.loads(get(server, f"/api/overview?since={len(overview['rows']) - 1}")[2])
-    assert later["rows"] == overview["rows"][-1:]
+    for path, kind in (
+        ("/app.js", "text/javascript"),
+        ("/vendor.js", "text/javascript"),
+        ("/app.css", "text/css"),
+        ("/vendor.css", "text/css"),
+        ("/icon.svg", "image/svg+xml"),
+    ):
+        assert path.encode() in body
+        assert get(server, path)[1]["Content-Type"].startswith(kind)
+    page = get_json(server, "/api/run", run="hop")
+    assert (page["id"], page["name"], page["state"]) == ("hop", "hop", "finished")
+    assert [row["step"] for row in page["rows"] if row["phase"] == "train"] == list(range(6))
+    later = get_json(server, "/api/run", run="hop", since=len(page["rows"]) - 1)
+    assert later["rows"] == page["rows"][-1:]
+    assert page["indexed"]["read"] == page["indexed"]["size"] > 0
+    assert page["indexed"]["count"] == 27
+
+
+def test_the_session_names_its_runs_and_what_metrics_mean(server):
+    session = get_json(server, "/api/session")
+    (row,) = session["runs"]
+    assert (row["id"], row["env"], row["steps"]) == ("hop", "hop", 5)
+    assert session["folder"] == ""
+    assert session["live"]
+    assert session["glossary"]["reward"][0] == "reward"
+    assert get_json(server, "/api/runs") == {"runs": session["runs"]}
+
+
+def test_runs_of_a_folder_are_found_and_new_ones_appear(make_run, tmp_path, monkeypatch):
+    from turnwright_view.web import sessions
+
+    monkeypatch.setattr(sessions, "SEARCH_S", 0.0)
+    make_run(tmp_path / "runs" / "one", steps=3)
+    make_run(tmp_path / "runs" / "sweep" / "a b", steps=3)
+    server = ViewerServer([tmp_path / "runs"])
+    server.start()
+    try:
+        session = get_json(server, "/api/session")
+        assert session["folder"] == "runs"
+        assert [row["id"] for row in session["runs"]] == ["one", "sweep/a b"]
+        make_run(tmp_path / "runs" / "new", steps=3)
+        ids = [row["id"] for row in get_json(server, "/api/runs")["runs"]]
+        assert set(ids) == {"one", "sweep/a b", "new"}
+        read_whole(server)
+        for run_id in ids:
+            assert get_json(server, "/api/run", run=run_id)["id"] == run_id
+            assert episodes(server, run_id)["total"] == 15
+    finally:
+        server.close()
+
+
+def test_runs_of_one_name_have_ids_of_their_own(make_run, tmp_path):
+    paths = [make_run(tmp_path / part / "hop", steps=3) for part in "ab"]
+    server = ViewerServer(paths)
+    server.start()
+    try:
+        rows = get_json(server, "/api/session")["runs"]
+        assert [row["id"] for row in rows] == ["hop", "hop-2"]
+    finally:
+        server.close()
 
 
 def test_filters_find_what_they_name(server):
-    def found(query):
-        return json.loads(get(server, "/api/list?most=1000&" + query)[2])
-
-    assert found("")["total"] == 27
-    assert {row["phase"] for row in found("phase=before")["rows"]} == {"before"}
-    assert [row["error"] for row in found("error=*")["rows"]] == ["step/ToolFailed"]
-    assert {row["reward"] for row in found("phase=train&reward_min=0.5")["rows"]} == {1.0}
-    assert {row["turns"] for row in found("turns_min=3&turns_max=3")["rows"]} == {3}
-    assert {row["step"] for row in found("phase=train&step_min=2&step_max=3")["rows"]} == {2, 3}
-    first = found("")["rows"][0]
-    assert [row["at"] for row in found(f"task={first['task']}")["rows"]] == [first["at"]]
-    assert found("text=no%20such%20words")["rows"] == []
-    worst = [row["reward"] for row in found("worst=1")["rows"]]
+    assert episodes(server)["total"] == 27
+    before = episodes(server, phase="before")["rows"]
+    assert {row["phase"] for row in before} == {"before"}
+    assert [row["error"] for row in episodes(server, error="*")["rows"]] == ["step/ToolFailed"]
+    best = episodes(server, phase="train", reward_min=0.5)["rows"]
+    assert {row["reward"] for row in best} == {1.0}
+    assert {row["turns"] for row in episodes(server, turns_min=3, turns_max=3)["rows"]} == {3}
+    steps = episodes(server, phase="train", step_min=2, step_max=3)["rows"]
+    assert {row["step"] for row in steps} == {2, 3}
+    first = episodes(server)["rows"][0]
+    (same,) = episodes(server, task=first["task"])["rows"]
+    assert same["key"] == first["key"]
+    assert episodes(server, text="no such words")["rows"] == []
+    worst = [row["reward"] for row in episodes(server, sort="worst")["rows"]]
     assert worst[0] is None
     assert worst[1:] == sorted(worst[1:])
-    said = found("text=ANSWER%207")["rows"]
+    said = episodes(server, text="ANSWER 7")["rows"]
     assert len(said) == 27
-    assert found("text=origin")["rows"] == [], "names of fields are not what somebody said"
-    assert get(server, "/api/list?step_min=x")[0] == 400
+    assert all("answer 7" in row["snippet"] for row in said)
+    assert episodes(server, text="origin")["rows"] == [], "names of fields are not what was said"
+    assert get(server, "/api/episodes?run=hop&step_min=x")[0] == 400
+    assert get(server, "/api/episodes?run=hop&sort=x")[0] == 400
+    assert get(server, "/api/episodes?run=hop&tie=x")[0] == 400
+    assert get(server, "/api/episodes?run=hop&group=x")[0] == 400
     pages = [
-        json.loads(get(server, f"/api/list?start={start}&most=10")[2]) for start in (0, 10, 20)
+        get_json(server, "/api/episodes", run="hop", start=start, most=10) for start in (0, 10, 20)
     ]
     assert [page["next"] for page in pages] == [10, 20, None]
 
 
-def test_a_trajectory_comes_with_turns_tokens_siblings_and_what_training_made_of_it(server, run):
-    entry = server.stores[0].entries[5]
-    key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
+def test_a_list_opens_on_the_last_step_with_failures_first_and_tells_task_and_reply(server):
+    rows = episodes(server)["rows"]
+    assert (rows[0]["phase"], rows[0]["step"], rows[0]["error"]) == ("train", 6, "step/ToolFailed")
+    assert [row["reward"] for row in rows[1:5]] == [0.0, 0.0, 1.0, 1.0]
+    assert [row["step"] for row in rows[:25]] == sorted([row["step"] for row in rows[:25]])[::-1]
+    assert rows[0]["prompt"].startswith("code of ")
+    assert rows[0]["reply"] == "answer 7"
+    facets = get_json(server, "/api/facets", run="hop")
+    assert facets["phase"] == [["train", 25], ["before", 2]]
+    assert facets["error"] == [["step/ToolFailed", 1]]
+    assert facets["step"] == [0, 6]
+    assert get_json(server, "/api/run", run="hop")["facets"] == facets
+
+
+def test_an_episode_comes_with_turns_tokens_siblings_and_what_training_made_of_it(server, run):
+    index = server.session.index("hop")
+    columns = index.at(5)
     row = {
-        "key": key,
-        "step": entry.played,
+        "key": columns.key.recorded,
         "advantage": 0.75,
         "reason": None,
         "logprobs": {"1": [-0.25, None, -1.0]},
     }
     (run / "training.jsonl").write_text(json.dumps(row) + "\n")
-    server.stores[0].update()
-    whole = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])
+    read_whole(server)
+    whole = episode(server, columns.key.address)
     assert whole["advantage"] == 0.75
+    assert whole["row"]["trained"]
     span = whole["spans"][1]
     assert span["trainer"] == [-0.25, None, -1.0]
+    assert span["advantage"] == 0.75
+    assert span["state"] == [
+        [0, 1, "trained", ""],
+        [1, 2, "untrained", "no loss"],
+        [2, 3, "trained", ""],
+    ]
+    assert whole["spans"][0]["state"] == [[0, whole["spans"][0]["length"], "never", ""]]
     assert len(span["ids"]) == len(span["tokens"]) == len(span["logprobs"]) == 3
-    assert [one["at"] for one in whole["siblings"]] == [entry.at]
-    assert len(whole["turns"]) == entry.turns
-    assert get(server, f"/api/trajectory?at={entry.at + 1}")[0] == 404
-    assert get(server, "/api/trajectory?at=99999999999")[0] == 404
-    assert get(server, "/api/trajectory?at=x")[0] == 400
+    assert [one["key"] for one in whole["siblings"]] == [columns.key.address]
+    assert len(whole["turns"]) == len(whole["timing"]["turns"]) == columns.turns
+    assert whole["previous"] == index.at(4).key.address
+    assert whole["next"] == index.at(6).key.address
+    with open(whole["record"]["file"], "rb") as file:
+        file.seek(whole["record"]["at"])
+        assert json.loads(file.read(whole["record"]["length"]))["reward"] == whole["reward"]
+    assert get(server, "/api/episode?run=hop&key=train/1/gone/0/0")[0] == 404
+    assert get(server, "/api/episode?run=hop&key=x")[0] == 404
+    assert get(server, "/api/episode?run=hop")[0] == 400
+    assert get(server, f"/api/episode?run=gone&key={quote(columns.key.address)}")[0] == 404
+
+
+def test_where_the_time_of_an_episode_went_adds_up(server):
+    key = episodes(server)["rows"][0]["key"]
+    timing = episode(server, key)["timing"]
+    spent = sum(turn["generate_s"] + turn["env_s"] for turn in timing["turns"])
+    assert timing["wait_s"] == pytest.approx(timing["wall_s"] - spent)
 
 
 def test_only_episodes_of_training_steps_are_called_trained(server):
-    entries = server.stores[0].entries
-    assert len({entry.phase for entry in entries}) > 1
-    for entry in entries:
-        whole = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])
-        assert whole["untrained"] == ("" if entry.phase == "train" else "not of a training step")
+    rows = episodes(server)["rows"]
+    assert len({row["phase"] for row in rows}) > 1
+    for row in rows:
+        whole = episode(server, row["key"])
+        is_training = row["phase"] == "train"
+        assert whole["untrained"] == ("" if is_training else "not of a training step")
+        sampled = [span for span in whole["spans"] if span["origin"] == "model"]
+        states = {tuple(state[2:]) for span in sampled for state in span["state"]}
+        if is_training:
+            assert states == {("untrained", "no record of training")}
+        else:
+            assert states == {("never", "not of a training step")}
 
 
 def policies_of_spans(server, turns):
     """What an episode of so many turns names as the policies of its sampled spans, and why
     they are not trained."""
-    entry = next(
-        one
-        for one in server.stores[0].entries
-        if one.phase == "train" and one.step == 3 and one.turns == turns
-    )
-    found = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])["spans"]
-    return [(span["policy"], span.get("untrained")) for span in found if span["origin"] == "model"]
+    found = episodes(server, "many", phase="train", turns_min=turns, turns_max=turns)["rows"]
+    spans = episode(server, found[0]["key"], "many")["spans"]
+    return [(span["policy"], span.get("untrained")) for span in spans if span["origin"] == "model"]
 
 
 def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tmp_path):
@@ -163,30 +240,27 @@ def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tm
     try:
         read_whole(server)
         # versions count from the start of the warm-up, of which this run has 190 steps
-        before = "of warm-up step 2"
+        before = "of warm-up step 7"
         assert policies_of_spans(server, 4) == [
             (f"asker {before}", None),
             (f"solver {before}", None),
             (f"rival: solver {before}", "frozen"),
             ("judge, not trained", "frozen"),
         ]
-        rows = [
-            row
-            for row in json.loads(get(server, "/api/overview")[2])["rows"]
-            if row["phase"] == "train"
-        ]
+        page = get_json(server, "/api/run", run="many")
+        rows = [row for row in page["rows"] if row["phase"] == "train"]
         assert [
             row["policy/solver/entropy"] - row["policy/asker/entropy"] for row in rows
         ] == pytest.approx([1.0] * 8)
-        report = render_report(run)
-        assert "policy rival: solver of warm-up step" in report
-        assert "policy judge, not trained" in report
     finally:
         server.close()
 
 
 def test_a_run_with_one_policy_names_none(server):
-    assert {policy for policy, _ in policies_of_spans(server, 3)} == {"of warm-up step 2"}
+    rows = episodes(server, phase="train", step_min=3, step_max=3)["rows"]
+    for row in rows:
+        spans = [s for s in episode(server, row["key"])["spans"] if s["origin"] == "model"]
+        assert {span["policy"] for span in spans} == {"of warm-up step 2"}
 
 
 @pytest.mark.parametrize(
@@ -203,13 +277,10 @@ def test_policies_that_are_none_or_hostile_are_text(make_run, tmp_path, given):
         for span in row["spans"]:
             span["agent"] = HOSTILE
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    store = TrajectoryIndex(run)
-    store.update()
-    shown = json.dumps(
-        escape_json(trajectory(store, 0, store.entries[0])["spans"]), ensure_ascii=False
-    )
+    index = RunIndex(run)
+    index.update()
+    shown = json.dumps(escape_json(episode_page(index, index.at(0))["spans"]), ensure_ascii=False)
     assert not set("\x00\x1b\u202e") & set(shown)
-    assert "<script>alert(1)</script><img" not in render_report(run)
 
 
 FOREIGN = ("evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example", "", "[::1]")
@@ -217,22 +288,30 @@ FOREIGN = ("evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example",
 
 @pytest.mark.parametrize("host", FOREIGN)
 def test_another_host_is_refused(server, host):
-    assert get(server, "/api/overview", host or " ")[0] == 403
-    assert get(server, "/api/overview", f"localhost:{server.port}")[0] == 200
+    assert get(server, "/api/run?run=hop", host or " ")[0] == 403
+    assert get(server, "/api/run?run=hop", f"localhost:{server.port}")[0] == 200
 
 
 OUTSIDE = [
-    "/media/0/../../config.json",
-    "/media/0/..%2f..%2fconfig.json",
-    "/media/0/" + HASH + ".png/../../config.json",
-    "/media/0/" + HASH.upper() + ".png",
-    "/media/9/" + HASH + ".png",
-    "/media/0/" + "cd" * 32 + ".png",
+    "/media/hop/../../config.json",
+    "/media/hop/..%2f..%2fconfig.json",
+    "/media/hop/" + HASH + ".png/../../config.json",
+    "/media/hop/" + HASH.upper() + ".png",
+    "/media/gone/" + HASH + ".png",
+    "/media/..%2fhop/" + HASH + ".png",
+    "/media/hop/../hop/" + HASH + ".png",
+    "/media/%2e/" + HASH + ".png",
+    "/media/hop/" + "cd" * 32 + ".png",
     "/../../../../etc/passwd",
     "//etc/passwd",
     "/config.json",
     "/app.js/..",
-    "/media/0/" + HASH + ".png%00",
+    "/vendor/preact.js",
+    "/media/hop/" + HASH + ".png%00",
+    "/api/run?run=..",
+    "/api/run?run=%2e%2e%2fhop",
+    "/api/run?run=/etc",
+    "/api/run",
 ]
 
 
@@ -245,11 +324,14 @@ def test_no_path_outside_the_run_can_be_read(server, path):
 
 
 def test_images_come_by_their_hash_and_links_are_not_followed(server, run, tmp_path):
-    assert get(server, f"/media/0/{HASH}.png")[2] == b"\x89PNG not really"
+    assert get(server, f"/media/hop/{HASH}.png")[2] == b"\x89PNG not really"
     secret = tmp_path / "secret"
     secret.write_text("no")
     (run / "media" / ("ef" * 32 + ".png")).symlink_to(secret)
-    assert get(server, "/media/0/" + "ef" * 32 + ".png")[0] == 404
+    assert get(server, "/media/hop/" + "ef" * 32 + ".png")[0] == 404
+    (run / "media").rename(tmp_path / "elsewhere")
+    (run / "media").symlink_to(tmp_path / "elsewhere")
+    assert get(server, f"/media/hop/{HASH}.png")[0] == 404
 
 
 NO_HASH = [
@@ -270,50 +352,37 @@ def test_an_image_that_is_no_hash_is_none(name):
     assert media_of({"type": "image", "image": HASH})[0]["hash"] == HASH
 
 
-class Parsed(HTMLParser):
-    """Elements of a page, with what stands in scripts."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.scripts, self._inside = [], [], [], False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        self._inside = tag == "script"
-        if self._inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = False
-
-    def handle_data(self, data):
-        if self._inside:
-            self.scripts[-1] += data
+def test_large_answers_are_compressed_where_the_browser_takes_them_so(server):
+    for path in ("/api/run?run=hop", "/vendor.js", "/api/episodes?run=hop"):
+        plain = get(server, path)
+        assert "Content-Encoding" not in plain[1]
+        packed = get(server, path, Accept_Encoding="gzip, br")
+        assert packed[1]["Content-Encoding"] == "gzip"
+        assert gzip.decompress(packed[2]) == plain[2]
+        assert len(packed[2]) < len(plain[2]) / 2
+    assert "Content-Encoding" not in get(server, "/api/facets?run=hop", Accept_Encoding="gzip")[1]
+    image = get(server, f"/media/hop/{HASH}.png", Accept_Encoding="gzip")
+    assert "Content-Encoding" not in image[1]
 
 
-def test_one_file_holds_the_run_and_hostile_text_stays_text(make_run, tmp_path):
-    run = make_run(tmp_path / "hop", steps=3, said=HOSTILE)
-    out = tmp_path / "sent.html"
-    assert self_contained([run], out) == 15
-    page = Parsed(out.read_text())
-    assert page.tags.count("script") == 2
-    assert "img" not in page.tags
-    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
-    data = json.loads(page.scripts[0])
-    said = [
-        span["text"]
-        for whole in data["runs"][0]["trajectories"].values()
-        for span in whole["spans"]
-    ]
-    assert any("<script>alert(1)</script>" in text for text in said)
-    assert not any(sign in text for text in said for sign in ("\x00", "\x1b", "\u202e", "\ud800"))
-    policy = next(
-        value for name, value in page.attributes if name == "content" and "default-src" in value
-    )
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy
+def test_what_has_not_changed_is_not_sent_again(server, run):
+    for path in ("/", "/app.css", "/api/runs", "/api/run?run=hop", "/api/run?run=hop&since=3"):
+        status, headers, _ = get(server, path)
+        again = get(server, path, If_None_Match=headers["ETag"])
+        assert (again[0], again[2]) == (304, b""), path
+        assert again[1]["Content-Security-Policy"] == headers["Content-Security-Policy"]
+    tag = get(server, "/api/run?run=hop")[1]["ETag"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "train", "step": 6, "reward": 1.0}\n')
+    status, headers, body = get(server, "/api/run?run=hop", If_None_Match=tag)
+    assert status == 200
+    assert json.loads(body)["rows"][-1]["step"] == 6
+    with (run / "trajectories.jsonl").open("ab") as file:
+        file.write(orjson.dumps(trajectory(random.Random(1))) + b"\n")
+    read_whole(server)
+    assert get(server, "/api/run?run=hop", If_None_Match=headers["ETag"])[0] == 200
+    for path in ("/api/episodes?run=hop", f"/media/hop/{HASH}.png", "/api/session"):
+        assert get(server, path)[1]["Cache-Control"] == "no-store"
 
 
 @given(st.dictionaries(st.text(), st.lists(st.text())))
@@ -323,33 +392,26 @@ def test_embedded_data_cannot_end_its_element_and_reads_back(value):
     assert json.loads(text) == value
 
 
-def test_what_does_not_fit_into_one_file_is_left_out_failures_last(run, tmp_path):
-    out = tmp_path / "small.html"
-    count = self_contained([run], out, max_bytes=40_000)
-    assert 0 < count < 27
-    data = json.loads(Parsed(out.read_text()).scripts[0])["runs"][0]
-    assert data["all"] == 27
-    assert [row["error"] for row in data["list"] if row["error"]] == ["step/ToolFailed"]
-    assert set(data["trajectories"]) == {str(row["at"]) for row in data["list"]}
-
-
 def test_a_run_that_is_being_written_is_followed_and_half_a_line_waits(make_run, tmp_path):
     run = make_run(tmp_path / "hop", steps=2)
-    store = TrajectoryIndex(run)
-    store.update()
-    before = len(store.entries)
-    line = (run / "trajectories.jsonl").read_bytes().splitlines(keepends=True)[0]
+    index = RunIndex(run)
+    index.update()
+    before = index.state().records
+    lines = (run / "trajectories.jsonl").read_bytes().splitlines(keepends=True)
+    new = lines[0].replace(b'"sample": 0', b'"sample": 7')
     with (run / "trajectories.jsonl").open("ab") as file:
-        file.write(line + line[:50])
-    store.update()
-    assert len(store.entries) == before + 1
+        file.write(new + lines[0][:50])
+    index.update()
+    assert index.state().records == before + 1
     with (run / "trajectories.jsonl").open("ab") as file:
-        file.write(line[50:] + b"not json\n")
-    store.update()
-    assert (len(store.entries), store.unreadable) == (before + 2, 1)
-    (run / "trajectories.jsonl").write_bytes(line)
-    store.update()
-    assert len(store.entries) == 1, "another run in its place"
+        file.write(lines[0][50:] + b"not json\n")
+    index.update()
+    state = index.state()
+    assert (state.records, state.unreadable) == (before + 3, 1)
+    assert state.episodes == before + 1, "the last record is one that was there, played again"
+    (run / "trajectories.jsonl").write_bytes(lines[0])
+    index.update()
+    assert index.state().records == 1, "another run in its place"
 
 
 def test_odd_records_are_shown_as_far_as_they_go(tmp_path):
@@ -360,48 +422,25 @@ def test_odd_records_are_shown_as_far_as_they_go(tmp_path):
     (tmp_path / "trajectories.jsonl").write_bytes(
         b"".join(orjson.dumps(row) + b"\n" for row in rows)
     )
-    store = TrajectoryIndex(tmp_path)
-    store.update()
-    assert len(store.entries) == 3
-    for number, entry in enumerate(store.entries):
-        assert trajectory(store, number, entry)["at"] == entry.at
+    index = RunIndex(tmp_path)
+    index.update()
+    assert index.state().episodes == 3
+    for number in range(3):
+        columns = index.at(number)
+        assert episode_page(index, columns)["number"] == number
+        assert index.episode(columns.key) == columns
 
 
-def test_a_large_run_is_indexed_in_little_memory_and_pages_come_early(make_run, tmp_path):
-    run = make_run(tmp_path / "hop", steps=1)
-    line = json.loads((run / "trajectories.jsonl").read_bytes().splitlines()[2])
-    line["spans"][0]["text"] = "x" * 20_000
-    with (run / "trajectories.jsonl").open("wb") as file:
-        for number in range(1000):
-            line["key"]["sample"], line["task"]["id"] = number % 8, f"t{number // 8}"
-            line["key"]["task"] = line["task"]["id"]
-            file.write(orjson.dumps(line) + b"\n")
-    size = (run / "trajectories.jsonl").stat().st_size
-    tracemalloc.start()
-    store = TrajectoryIndex(run)
-    assert store.update(2**20), "there is more"
-    assert 0 < len(store.entries) < 200
-    assert len(store.find(TableFilter())["rows"]) > 20, (
-        "the first page is there before the file was read"
-    )
-    while store.update(2**20):
-        pass
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(store.entries) == 1000
-    assert size > 20e6
-    assert peak < 8e6, f"{peak} bytes for {size}"
-    some = random.Random(0).choice(store.entries)
-    assert store.row(some)["key"]["sample"] == some.sample
-    assert len(store.siblings(some)) == 8
-
-
-def test_the_command_line_writes_one_file_and_refuses_what_is_no_run(run, tmp_path, capsys):
-    out = tmp_path / "sent.html"
-    assert main(["view", str(run), "--html", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == str(out)
+def test_the_command_line_refuses_what_is_no_run(run, tmp_path, capsys):
     assert main(["view", str(run), "--port", "70000"]) == 2
-    assert main(["view", str(run), "--against", str(tmp_path / "gone")]) == 2
+    assert main(["view", str(run), str(tmp_path / "gone")]) == 2
+    assert "no such run directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["view", str(tmp_path / "empty")]) == 2
+    assert "none is in it" in capsys.readouterr().err
+    assert main(["view", str(run), "--html", str(tmp_path / "x.html"), "--episodes", "-1"]) == 2
+    assert main(["view", str(tmp_path), "--report"]) == 2
+    assert "one run directory" in capsys.readouterr().err
 
 
 TOKEN = "not-guessed-by-anyone"
@@ -420,14 +459,15 @@ def test_with_a_token_nothing_is_told_without_it(locked):
     for path in (
         "/",
         "/app.js",
-        "/api/overview",
-        "/api/list",
-        f"/media/0/{HASH}.png",
+        "/api/session",
+        "/api/run?run=hop",
+        "/api/episodes?run=hop",
+        f"/media/hop/{HASH}.png",
         "/?token=wrong",
         "/?token=",
     ):
         assert get(locked, path)[0] == 403, path
-    assert get(locked, "/api/overview?token=" + TOKEN)[0] == 403, (
+    assert get(locked, "/api/run?run=hop&token=" + TOKEN)[0] == 403, (
         "the address of the page alone takes it"
     )
     for cookie in (
@@ -436,7 +476,7 @@ def test_with_a_token_nothing_is_told_without_it(locked):
         f"other={TOKEN}",
         "turnwright_view=\xe9",
     ):
-        assert get(locked, "/", cookie=cookie)[0] == 403, cookie
+        assert get(locked, "/", Cookie=cookie)[0] == 403, cookie
 
 
 def test_the_token_becomes_a_cookie_that_scripts_cannot_read_and_leaves_the_address(locked):
@@ -445,8 +485,8 @@ def test_the_token_becomes_a_cookie_that_scripts_cannot_read_and_leaves_the_addr
     assert "HttpOnly" in headers["Set-Cookie"]
     assert "SameSite=Strict" in headers["Set-Cookie"]
     cookie = headers["Set-Cookie"].partition(";")[0]
-    assert get(locked, "/api/overview", cookie="a=b; " + cookie)[0] == 200
-    assert get(locked, f"/media/0/{HASH}.png", cookie=cookie)[0] == 200
+    assert get(locked, "/api/run?run=hop", Cookie="a=b; " + cookie)[0] == 200
+    assert get(locked, f"/media/hop/{HASH}.png", Cookie=cookie)[0] == 200
 
 
 def test_other_machines_are_let_in_with_a_token_alone(run, capsys, monkeypatch):
@@ -467,14 +507,17 @@ def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_ru
     rows = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
     rows[2]["turns"][0]["messages"][0]["content"] = "\x00<b>\u202e" + "x" * 10_000_000
     rows[2]["turns"][0]["info"] = {"said": "\x1b[2J" * 3_000_000}
+    rows[2]["key"]["task"] = "\x1b" + "k" * 3_000_000
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     server = ViewerServer([run])
     server.start()
     try:
         read_whole(server)
-        body = get(server, f"/api/trajectory?at={server.stores[0].entries[2].at}")[2]
+        key = server.session.index("hop").at(2).key.address
+        status, _, body = get(server, f"/api/episode?run=hop&key={quote(key, safe='')}")
     finally:
         server.close()
+    assert status == 200
     whole = json.loads(body)
     assert len(body) < 100_000
     assert "more characters are left out" in whole["turns"][0]["messages"][0]["text"]
@@ -511,7 +554,7 @@ def soiled(value, kept=("origin", "phase")):
     return value + RAW if isinstance(value, str) else value
 
 
-def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path):
+def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run):
     for name in ("trajectories.jsonl", "metrics.jsonl"):
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
         (run / name).write_text("".join(json.dumps(soiled(row)) + "\n" for row in rows))
@@ -521,26 +564,25 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path
     try:
         read_whole(server)
         told = {
-            "all": get(server, "/api/runs"),
-            "overview": get(server, "/api/overview"),
-            "facets": get(server, "/api/facets"),
+            "session": get_json(server, "/api/session"),
+            "run": get_json(server, "/api/run", run="hop"),
+            "facets": get_json(server, "/api/facets", run="hop"),
+            "list": episodes(server),
+            "search": episodes(server, text="task"),
         }
-        told["list"] = get(server, "/api/list?most=1000")
-        for row in json.loads(told["list"][2])["rows"][::9]:
-            told[row["at"]] = get(server, f"/api/trajectory?at={row['at']}")
+        assert told["search"]["rows"]
+        for row in told["list"]["rows"][::9]:
+            told[row["key"]] = episode(server, row["key"])
     finally:
         server.close()
-    assert self_contained([run], tmp_path / "sent.html") == 27
-    whole = {name: json.loads(body) for name, (_, _, body) in told.items()}
-    whole["file"] = json.loads(Parsed((tmp_path / "sent.html").read_text()).scripts[0])
     found = {
         name: [
             text for text in strings(value) if set(RAW[4:6] + "\x1b\x9b\u202e\u200b") & set(text)
         ]
-        for name, value in whole.items()
+        for name, value in told.items()
     }
     assert not any(found.values()), found
-    assert any("\u27e8ESC\u27e9" in text for text in strings(whole["file"]))
+    assert any("\u27e8ESC\u27e9" in text for text in strings(told["list"]))
 
 
 def test_a_port_that_is_taken_is_named(server, run, capsys):

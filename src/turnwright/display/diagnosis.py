@@ -531,6 +531,8 @@ class RenderFinding:
     where: str
     columns: Sequence[tuple[str, str]]
     """(name, text) of sampled, canonical and sent."""
+    key: Sequence[Any]
+    """Key of the episode, as records have it; empty if it is not known."""
 
 
 def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
@@ -568,6 +570,7 @@ def _finding(row: Row, counts: Counter[str]) -> RenderFinding:
         count=counts[cause],
         where=where,
         columns=[(name, str(row.get(name) or "")[:_MAX_TEXT]) for name in _COLUMNS],
+        key=key if isinstance(key, list) else (),
     )
 
 

@@ -466,7 +466,9 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    # Lines of episodes have tens of kilobytes: with the default buffer of 8 KiB they are put
+    # together from many pieces, which takes longer than reading them.
+    with path.open("rb", buffering=1 << 20) as file:
         file.seek(start)
         for line in file:
             if not line.endswith(b"\n"):

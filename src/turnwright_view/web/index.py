@@ -1,134 +1,94 @@
-"""Index of a run's trajectories: byte offsets, and one row of the table per
-trajectory in memory."""
+"""Index of a run's episodes in SQLite: one row an episode, its words, and what training made of it.
+
+It grows by new lines of trajectories.jsonl and training.jsonl, in one transaction a batch, so a
+process that is killed leaves a whole index which the next one continues. Of the viewers of a run,
+one at a time writes; all read. A run that was replaced is indexed anew, and so is a damaged index.
+"""
 
 from __future__ import annotations
 
-import math
+import shutil
+import sqlite3
 import sys
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from operator import attrgetter
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-import orjson
-
-from turnwright.display.run_data import (
-    Row,
-    as_it_is,
-    episode_record,
-    integer,
-    load_at,
-    mapping,
-    number,
-    read_line,
-    unreadable_lines,
-)
+from turnwright.display.run_data import Row, mapping, parse, read_line, unreadable_lines
 from turnwright.records.run_dir import complete_lines
+from turnwright_view.web import cache, index_tables
+from turnwright_view.web.episode_rows import (
+    EpisodeAddress,
+    EpisodeColumns,
+    ReadEpisode,
+    read_episode,
+    searched_text,
+)
+from turnwright_view.web.index_tables import BATCH_ROWS, VERSION, Found, IndexState
+from turnwright_view.web.search import EpisodeFilter, Words
 
-# Maximum bytes searched for a text per request; the next request continues.
+BATCH_S = 0.5
+"""Seconds of reading that are written in one transaction."""
+
+BATCH_CHARACTERS = 16 * 2**20
+"""Characters of records that are written in one transaction."""
+
+ROUND_BYTES = 64 * 2**20
+"""Bytes of records after which another viewer may write."""
+
 MAX_SCANNED = 128 * 2**20
+"""Maximum bytes of records that one search looks at; the next request continues."""
+
 PAGE = 100
+"""Rows of a list, unless more are asked for."""
+
+FIRST_LINE = 65_536
+"""Bytes of a file's first line that tell it from another."""
+
+T = TypeVar("T")
 
 
-class IndexEntry(NamedTuple):
-    """A trajectory's row of the table."""
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """A connection, and the file it was opened on."""
 
-    at: int  # byte offset of its line
-    phase: str
-    step: int  # from 1 in training, like the rows of metrics.jsonl; elsewhere the step of the key
-    task: str
-    sample: int
-    attempt: int
-    reward: float | None
-    stop: str
-    error: str
-    turns: int
-    tokens: int  # number of sampled tokens
-    tools: tuple[str, ...]
-    images: int
-    branches: int
-    wall_s: float
-
-    @property
-    def played(self) -> int:
-        """Step of the key, from 0 in training."""
-        return self.step - (self.phase == "train")
+    sql: sqlite3.Connection
+    inode: int
 
 
-class TableFilter(NamedTuple):
-    """Filter of the table; empty fields match all."""
-
-    phase: str = ""
-    step: tuple[float | None, float | None] = (None, None)
-    reward: tuple[float | None, float | None] = (None, None)
-    turns: tuple[float | None, float | None] = (None, None)
-    stop: str = ""
-    error: str = ""  # exact error; `*` matches any
-    tool: str = ""
-    task: str = ""
-    text: str = ""
-
-    def among(self, entries: list[IndexEntry]) -> list[IndexEntry]:
-        """Return the matching entries, without their texts; one pass per condition."""
-        for name in ("phase", "stop", "task"):
-            if word := getattr(self, name):
-                get = attrgetter(name)
-                entries = [entry for entry in entries if get(entry) == word]
-        if self.tool:
-            entries = [entry for entry in entries if self.tool in entry.tools]
-        if self.error == "*":
-            entries = [entry for entry in entries if entry.error]
-        elif self.error:
-            entries = [entry for entry in entries if entry.error == self.error]
-        for name in ("step", "turns", "reward"):
-            low, high = getattr(self, name)
-            get = attrgetter(name)
-            if low is not None:
-                entries = [
-                    entry for entry in entries if (value := get(entry)) is not None and value >= low
-                ]
-            if high is not None:
-                entries = [
-                    entry
-                    for entry in entries
-                    if (value := get(entry)) is not None and value <= high
-                ]
-        return entries
-
-
-class TrajectoryIndex:
+class RunIndex:
     """Index of one run, extended in a thread while the run or the reading continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trajectories = path / "trajectories.jsonl"
-        self.entries: list[IndexEntry] = []
-        self.training: dict[tuple[Any, ...], int] = {}
-        """Offset in training.jsonl by key; of a step trained twice, the later one."""
-        self.read = self.size = self.unreadable = 0
+        self.training = path / "training.jsonl"
+        self.file = cache.index_file(path, VERSION)
         self.failed: set[int] = set()
         """Offsets of records whose pages could not be made when they were opened."""
-        self._trained = 0
-        self._counting = threading.RLock()
+        self.error = ""
+        """Why the index cannot be written; empty while it can."""
+        self._idle: list[_Connection] = []
+        self._lock = threading.Lock()
         self._requests = 0
-        self._reset_counts()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pause reading while a request is answered: both hold the interpreter's lock."""
-        with self._counting:
+        with self._lock:
             self._requests += 1
         try:
             yield
         finally:
-            with self._counting:
+            with self._lock:
                 self._requests -= 1
 
     def start(self) -> None:
@@ -141,181 +101,328 @@ class TrajectoryIndex:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5)
+        with self._lock:
+            for connection in self._idle:
+                connection.sql.close()
+            self._idle.clear()
+        if self.file.parent != cache.cache_folder():
+            shutil.rmtree(self.file.parent, ignore_errors=True)
+
+    def _follow(self) -> None:
+        with suppress(OSError):
+            cache.remove_unused()
+        cache.mark_used(self.file)
+        while not self._stop.is_set():
+            more = False
+            try:
+                more = self.update(ROUND_BYTES)
+                self.error = ""
+            except Exception as error:  # whatever a file holds or lacks: the next round may read it
+                self.error = f"{type(error).__name__}: {error}"
+            self._stop.wait(0.001 if more else 0.5)
+
+    # Writing
 
     def update(self, most: int = sys.maxsize) -> bool:
         """Read about `most` bytes of new lines, and return whether there may be more."""
-        self.size = self.trajectories.stat().st_size if self.trajectories.is_file() else 0
-        if self.size < self.read:  # replaced by another run
-            self.entries, self.training, self.read, self._trained, self.unreadable = [], {}, 0, 0, 0
-            self.failed = set()
-            with self._counting:
-                self._reset_counts()
-        start = self.read
-        for at, line in complete_lines(self.trajectories, self.read):
-            if (entry := entry_of(at, line)) is None:
-                self.unreadable += 1
+        with cache.exclusive(self.file) as is_mine:
+            if not is_mine:
+                return False
+            try:
+                return self._asked_once(lambda sql: self._update(sql, most))
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                cache.remove_index(self.file)
+                return self._asked_once(lambda sql: self._update(sql, most))
+
+    def _update(self, sql: sqlite3.Connection, most: int) -> bool:
+        state = self._checked(sql, index_tables.read_state(sql))
+        first = state.read
+        batch: list[ReadEpisode] = []
+        unreadable = 0
+        characters = 0
+        began = time.monotonic()
+        more = False
+        for at, line in complete_lines(self.trajectories, first):
+            episode = read_episode(state.records + len(batch) + unreadable, at, line)
+            if episode is None:
+                unreadable += 1
             else:
-                self.entries.append(entry)
-            self.read = at + len(line)
-            if self.read - start > most or self._stop.is_set():
-                return True
+                batch.append(episode)
+                characters += len(episode.text)
+
+            done = at + len(line)
+            more = done - first >= most
+            is_full = len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS
+            if more or is_full or time.monotonic() - began >= BATCH_S:
+                state = index_tables.write_episodes(sql, state, batch, unreadable, done)
+                batch = []
+                unreadable = 0
+                characters = 0
+                began = time.monotonic()
+            if more or self._stop.is_set():
+                break
             while self._requests and not self._stop.is_set():  # requests have priority
                 time.sleep(0.001)
-        for at, line in complete_lines(self.path / "training.jsonl", self._trained):
-            key = mapping(read_line(line, as_it_is)).get("key")
-            if isinstance(key, list):
-                self.training[tuple(map(str, key))] = at
-            self._trained = at + len(line)
-        return False
 
-    def _reset_counts(self) -> None:
-        self._counts: dict[str, Counter[str]] = {
-            name: Counter() for name in ("phase", "stop", "error", "tool")
-        }
-        self._counted = 0
+        if self._stop.is_set():
+            return False
+        if batch or unreadable:
+            state = index_tables.write_episodes(sql, state, batch, unreadable, done)
+        if not more:
+            self._read_training(sql, state)
+        return more
 
-    def _follow(self) -> None:
-        while not self._stop.is_set():
-            more = False
-            with suppress(Exception):  # whatever a file holds or lacks: the next round may read it
-                more = self.update(8 * 2**20)
-            self._stop.wait(0.001 if more else 0.5)
+    def _checked(self, sql: sqlite3.Connection, state: IndexState) -> IndexState:
+        """Return the state; that of an empty index where the run was replaced by another."""
+        status = _status(self.trajectories)
+        first_line = "" if status is None else _first_line(self.trajectories)
+        device, inode, size = (0, 0, 0) if status is None else status
+
+        is_same = (
+            state.version == VERSION
+            and (state.device, state.inode) == (device, inode)
+            and state.first_line == first_line
+            and size >= state.read
+        )
+        if is_same:
+            return state
+        if state.records or state.unreadable or state.version != VERSION:
+            self.failed = set()
+            index_tables.clear(sql)
+        return IndexState(device=device, inode=inode, first_line=first_line)
+
+    def _read_training(self, sql: sqlite3.Connection, state: IndexState) -> None:
+        """Take what training made of episodes; of a step trained twice, the later line counts."""
+        status = _status(self.training)
+        inode, size = (0, 0) if status is None else status[1:]
+        is_new = inode != state.trained_inode or size < state.trained_read
+        if not is_new and size == state.trained_read:
+            return
+        if is_new:
+            state = replace(state, trained_inode=inode, trained_read=0)
+            index_tables.forget_training(sql, state)
+
+        rows: list[tuple[Any, ...]] = []
+        done = state.trained_read
+        for at, line in complete_lines(self.training, state.trained_read):
+            row = read_line(line, partial(index_tables.training_row, at))
+            if row is not None:
+                rows.append(row)
+            done = at + len(line)
+            if len(rows) >= BATCH_ROWS:
+                state = replace(state, trained_read=done)
+                index_tables.write_training(sql, state, rows)
+                rows = []
+            if self._stop.is_set():
+                return
+            while self._requests and not self._stop.is_set():
+                time.sleep(0.001)
+        index_tables.write_training(sql, replace(state, trained_read=done), rows)
+
+    # Reading
+
+    def state(self) -> IndexState:
+        """Return how far it is."""
+        return self._asked(index_tables.read_state)
+
+    def progress(self) -> dict[str, int]:
+        """Return how many bytes were read, of how many, and the number of episodes."""
+        state = self.state()
+        status = _status(self.trajectories)
+        size = 0 if status is None else status[2]
+        return {"read": state.read, "size": max(size, state.read), "count": state.episodes}
+
+    def problems(self) -> list[str]:
+        """Return what could not be read, one line each."""
+        unreadable = self.state().unreadable
+        lines = [unreadable_lines(self.trajectories, unreadable)] if unreadable else []
+        if self.failed:
+            which = f"{len(self.failed)} records that were opened"
+            if len(self.failed) == 1:
+                which = "1 record that was opened"
+            lines.append(f"{self.trajectories.name}: {which} cannot be read")
+        if self.error:
+            lines.append(f"the index of episodes cannot be written ({self.error})")
+        return lines
+
+    def facets(self) -> dict[str, Any]:
+        """Return the values of each filter with their counts, the most frequent first."""
+        return self._asked(index_tables.read_facets)
 
     def find(
         self,
-        wanted: TableFilter,
+        wanted: EpisodeFilter,
+        order: str = "notable",
         start: int = 0,
         most: int = PAGE,
-        newest: bool = False,
-        worst: bool = False,
-    ) -> dict[str, Any]:
-        """Return `most` matching `rows` from the index `start` on, their `total` (None in a text
-        search), and the `next` start.
+    ) -> Found:
+        """Return `most` matching rows from index `start` on; raise `KeyError` for an unknown
+        order."""
+        if wanted.text.strip():
+            return self._asked(lambda sql: self._search(sql, wanted, order, start, most))
+        return self._asked(lambda sql: index_tables.find(sql, wanted, order, start, most))
 
-        The newest come first, or those of the worst reward (none before any);
-        `next` is None at the end.
-        """
-        matching = wanted.among(self.entries[::-1] if newest else self.entries[:])
-        if worst:
-            matching.sort(key=lambda entry: -math.inf if entry.reward is None else entry.reward)
-        if wanted.text:
-            return self._search(matching, wanted.text, start, most)
-        rows = [entry._asdict() for entry in matching[start : start + most]]
-        return {
-            "rows": rows,
-            "total": len(matching),
-            "next": start + most if start + most < len(matching) else None,
-        }
+    def numbers(self, wanted: EpisodeFilter, order: str = "notable") -> list[int]:
+        """Return the numbers of all matching episodes, without a search of texts."""
+        return self._asked(lambda sql: index_tables.numbers(sql, wanted, order))
+
+    def steps(self, phase: str) -> list[int]:
+        """Return the different steps of a phase."""
+        return self._asked(lambda sql: index_tables.steps(sql, phase))
+
+    def row(self, columns: EpisodeColumns) -> dict[str, Any]:
+        """Return an episode's row of a list."""
+        return self._asked(lambda sql: index_tables.rows_of(sql, [columns])[0])
+
+    def episode(self, key: EpisodeAddress) -> EpisodeColumns | None:
+        """Return the episode of a key, or None."""
+        return self._asked(lambda sql: index_tables.of_key(sql, key))
+
+    def at(self, number_: int) -> EpisodeColumns | None:
+        """Return the episode at a position in the file, or None."""
+        return self._asked(lambda sql: index_tables.at(sql, number_))
+
+    def siblings(self, key: EpisodeAddress) -> list[dict[str, Any]]:
+        """Return the rows of an episode's group, itself included, by sample."""
+        return self._asked(lambda sql: index_tables.siblings(sql, key))
+
+    def neighbors(self, number_: int) -> tuple[EpisodeColumns | None, EpisodeColumns | None]:
+        """Return the episodes before and behind one in the file."""
+        return self._asked(lambda sql: index_tables.neighbors(sql, number_))
+
+    def record(self, columns: EpisodeColumns) -> Row:
+        """Load the record of an episode."""
+        return mapping(parse(_read_at(self.trajectories, columns.at, columns.length)))
+
+    def trained(self, columns: EpisodeColumns) -> Row:
+        """Load what training made of an episode; empty if there is nothing."""
+        if columns.trained_at is None:
+            return {}
+        with self.training.open("rb") as file:
+            file.seek(columns.trained_at)
+            return mapping(parse(file.readline()))
 
     def _search(
-        self, matching: Sequence[IndexEntry], text: str, start: int, most: int
-    ) -> dict[str, Any]:
-        needle = orjson.dumps(text)[1:-1].lower()
-        rows: list[dict[str, Any]] = []
+        self, sql: sqlite3.Connection, wanted: EpisodeFilter, order: str, start: int, most: int
+    ) -> Found:
+        """Look at the text of each candidate, in order, until there are enough."""
+        words = Words.of(wanted.text)
+        found: list[EpisodeColumns] = []
+        snippets: list[str] = []
         scanned = 0
-        with self.trajectories.open("rb") as file:
-            for position in range(start, len(matching)):
-                if len(rows) == most or scanned > MAX_SCANNED:
-                    return {"rows": rows, "total": None, "next": position}
-                file.seek(matching[position].at)
-                line = file.readline()
-                scanned += len(line)
-                if needle in line.lower() and _mentions(line, text):
-                    rows.append(matching[position]._asdict())
-        return {"rows": rows, "total": None, "next": None}
+        position = start
+        end: int | None = None
+        for columns in index_tables.candidates(sql, wanted, words, order, start):
+            if len(found) == most or scanned > MAX_SCANNED:
+                end = position
+                break
+            scanned += columns.length
+            position += 1
+            line = _read_at(self.trajectories, columns.at, columns.length)
+            snippet = read_line(line, lambda row: words.snippet(_text_of(row)))
+            if snippet is not None:
+                found.append(columns)
+                snippets.append(snippet)
 
-    @property
-    def problems(self) -> list[str]:
-        """What could not be read, one line each."""
-        lines = [unreadable_lines(self.trajectories, self.unreadable)] if self.unreadable else []
-        if self.failed:
-            which = (
-                "1 record that was opened"
-                if len(self.failed) == 1
-                else f"{len(self.failed)} records that were opened"
-            )
-            lines.append(f"{self.trajectories.name}: {which} cannot be read")
-        return lines
+        rows = index_tables.rows_of(sql, found)
+        for row, snippet in zip(rows, snippets, strict=True):
+            row["snippet"] = snippet
+        return Found(rows, None, end)
 
-    def facets(self) -> dict[str, list[str]]:
-        """Return the values of each filter, the most frequent first; only
-        new entries are counted."""
-        with self._counting:
-            entries = self.entries[self._counted :]
-            for name in ("phase", "stop", "error"):
-                self._counts[name].update(map(attrgetter(name), entries))
-            self._counts["tool"].update(tool for entry in entries for tool in entry.tools)
-            self._counted += len(entries)
-            return {
-                name: [value for value, _ in counts.most_common(50) if value]
-                for name, counts in self._counts.items()
-            }
+    # Connections
 
-    def entry(self, at: int) -> tuple[int, IndexEntry] | None:
-        """Return (number, entry) at an offset, or None if no trajectory starts there."""
-        number = bisect_left(self.entries, at, key=attrgetter("at"))
-        found = self.entries[number : number + 1]
-        return (number, found[0]) if found and found[0].at == at else None
+    def _asked(self, ask: Callable[[sqlite3.Connection], T]) -> T:
+        """Return the answer to a question; where the database is damaged, that of a new one."""
+        try:
+            return self._asked_once(ask)
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
+        with cache.exclusive(self.file) as is_mine:
+            if is_mine or not self.file.exists():
+                cache.remove_index(self.file)
+        return self._asked_once(ask)
 
-    def siblings(self, entry: IndexEntry) -> list[IndexEntry]:
-        """Return the trajectories of an entry's group, itself included, by sample."""
-        name = (entry.phase, entry.step, entry.task)
-        found = [one for one in self.entries[:] if (one.phase, one.step, one.task) == name]
-        return sorted(found, key=lambda one: (one.sample, one.attempt))[:64]
+    def _asked_once(self, ask: Callable[[sqlite3.Connection], T]) -> T:
+        connection = self._connection()
+        try:
+            answer = ask(connection.sql)
+        except BaseException:
+            connection.sql.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        return answer
 
-    def row(self, entry: IndexEntry) -> Row:
-        """Load the full record of a trajectory."""
-        return load_at(self.trajectories, entry.at)
-
-    def trained(self, entry: IndexEntry) -> Row:
-        """Load the training record of a trajectory; empty if there is none."""
-        key = tuple(map(str, (entry.phase, entry.played, entry.task, entry.sample, entry.attempt)))
-        at = self.training.get(key)
-        return {} if at is None else load_at(self.path / "training.jsonl", at)
+    def _connection(self) -> _Connection:
+        """Return an idle connection, or a new one; none to a file that was removed."""
+        inode = _inode(self.file)
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return _connected(self.file)
+            if connection.inode == inode:
+                return connection
+            connection.sql.close()
 
 
-def entry_of(at: int, line: bytes) -> IndexEntry | None:
-    """Return the entry of a line, or None if it is no trajectory that can be read."""
-    return read_line(line, lambda row: _entry(at, episode_record(row)))
+def _connected(file: Path) -> _Connection:
+    """Open an index, and create what it lacks."""
+    sql = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=10)
+    try:
+        sql.execute("PRAGMA journal_mode = WAL")
+        # What a power failure leaves is a damaged index at worst, which is made anew.
+        sql.execute("PRAGMA synchronous = OFF")
+        sql.execute("PRAGMA temp_store = MEMORY")
+        if sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            sql.executescript(f"BEGIN IMMEDIATE; {index_tables.SCHEMA} COMMIT;")
+    except BaseException:
+        sql.close()
+        raise
+    return _Connection(sql, _inode(file))
 
 
-def _entry(at: int, row: Row) -> IndexEntry:
-    key, error = mapping(row.get("key")), mapping(row.get("error"))
+def _inode(file: Path) -> int:
+    with suppress(OSError):
+        return file.stat().st_ino
+    return 0
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Return whether a database must be made anew: not if it is only busy, or the disk full."""
+    try:
+        code = error.sqlite_errorcode
+    except AttributeError:  # an error of the module, not of the database
+        return False
+    return code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+
+
+def _status(path: Path) -> tuple[int, int, int] | None:
+    """Return device, inode and size of a regular file; None for anything else."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino, status.st_size) if path.is_file() else None
+
+
+def _first_line(path: Path) -> str:
+    """Return what tells a file from another: the hash of its first line; empty without one."""
+    with path.open("rb") as file:
+        line = file.readline(FIRST_LINE)
+    is_whole = line.endswith(b"\n") or len(line) == FIRST_LINE
+    return blake2b(line, digest_size=16).hexdigest() if is_whole else ""
+
+
+def _read_at(path: Path, at: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(length)
+
+
+def _text_of(row: Row) -> str:
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
-    tools: dict[str, None] = {}
-    turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
-    for turn in turns:
-        for call in mapping(turn.get("reply")).get("tool_calls") or ():
-            tools[str(mapping(mapping(call).get("function")).get("name"))[:80]] = None
-    return IndexEntry(
-        at,
-        sys.intern(str(key.get("phase", ""))),
-        integer(key.get("step")) + (key.get("phase") == "train"),
-        str(key.get("task", "")),
-        integer(key.get("sample")),
-        integer(key.get("attempt")),
-        number(row.get("reward")),
-        sys.intern(str(row.get("stop") or "")),
-        sys.intern(f"{error.get('phase', '?')}/{error.get('type', '?')}"[:80]) if error else "",
-        len(turns),
-        sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model"),
-        tuple(map(sys.intern, list(tools)[:8])),
-        sum(len(span.get("media") or ()) for span in spans),
-        sum(integer(count) for count in mapping(row.get("branches")).values()),
-        number(row.get("wall_s")) or 0.0,
-    )
-
-
-def _mentions(line: bytes, text: str) -> bool:
-    """Return whether a text of the record has another in it; a record that
-    cannot be read has none."""
-    return bool(read_line(line, lambda row: any(text.lower() in one.lower() for one in texts(row))))
-
-
-def texts(row: Row) -> Iterator[str]:
-    """Yield all free texts of a record."""
-    places = [(span, "text") for span in row.get("spans") or ()]
-    places += [(row.get("error"), "message"), (row.get("error"), "traceback")]
-    places += [(message, "content") for message in row.get("final") or ()]
-    places += [(row.get("task"), "answer"), (row.get("key"), "task")]
-    return (str(mapping(place).get(name) or "") for place, name in places)
+    return searched_text(row, spans)

@@ -1,25 +1,34 @@
-"""HTTP server of the viewer: local connections only unless a token is set, only a run's own
-files, only our scripts."""
+"""HTTP server of the viewer: local connections only unless a token is set, only runs' own files,
+only our scripts."""
 
 from __future__ import annotations
 
+import gzip
 import hmac
 import re
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from turnwright.display.text import single_line
 from turnwright.errors import UsageError
 from turnwright.records.run_dir import to_json
-from turnwright_view.web import pages
-from turnwright_view.web.index import PAGE, TableFilter, TrajectoryIndex
+from turnwright_view.web import bundle
+from turnwright_view.web.episode import episode_page
+from turnwright_view.web.episode_rows import key_of_address
+from turnwright_view.web.index import PAGE, RunIndex
+from turnwright_view.web.media import image_file
+from turnwright_view.web.overview import facets, glossary, look, overview
+from turnwright_view.web.search import filter_of
+from turnwright_view.web.sessions import Session
+from turnwright_view.web.texts import escape_json
 
 HOSTS = ("127.0.0.1", "localhost")
 MIN_TOKEN = 16  # minimum characters of a token; shorter ones could be guessed
@@ -34,14 +43,47 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
 }
-_MEDIA = re.compile(r"/media/(\d{1,2})/([0-9a-f]{64})\.png")
-_Answer = tuple[HTTPStatus, str, bytes]
+MAX_PAGE = 1000
+"""Maximum rows of one list."""
+
+MIN_COMPRESSED = 4096
+"""Bytes from which answers are compressed, where the browser takes them so."""
+
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M3 4h10M8 4v9M8 8.5h4" '
+    'stroke="#4a86e0" stroke-width="2" fill="none" stroke-linecap="round"/></svg>'
+)
+_HEAD = (
+    '<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/vendor.css">'
+    '<link rel="stylesheet" href="/app.css">'
+)
+_BODY = '<script src="/vendor.js"></script><script src="/app.js"></script>'
+STATIC: dict[str, tuple[str, Callable[[], str]]] = {
+    "/": ("text/html; charset=utf-8", lambda: bundle.page(_HEAD, _BODY)),
+    "/app.js": ("text/javascript; charset=utf-8", bundle.script),
+    "/vendor.js": ("text/javascript; charset=utf-8", bundle.vendor_script),
+    "/app.css": ("text/css; charset=utf-8", bundle.style),
+    "/vendor.css": ("text/css; charset=utf-8", bundle.vendor_style),
+    "/icon.svg": ("image/svg+xml", lambda: ICON),
+}
+_MEDIA = re.compile(r"/media/([^/]+)/([0-9a-f]{64})\.png")
+Query = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PageAnswer:
+    """An answer to a request."""
+
+    status: HTTPStatus
+    kind: str
+    body: bytes
+    tag: str = ""
+    """What tells it from a later one; empty where a browser must not keep it."""
 
 
 class ViewerServer:
-    """Serves one run, or two for comparison.
+    """Serves some runs, or those below a folder.
 
     On loopback without a token, requests must name this server as their host, which
     blocks DNS rebinding. With a token, every request must carry it in a cookie, which
@@ -49,7 +91,7 @@ class ViewerServer:
     """
 
     def __init__(
-        self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = ""
+        self, paths: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = ""
     ) -> None:
         """Listen, by default on a free port; another `host` than loopback needs a token of at least
         `MIN_TOKEN` characters."""
@@ -62,22 +104,22 @@ class ViewerServer:
         if token and (len(token) < MIN_TOKEN or quote(token, safe="") != token):
             needs = f"at least {MIN_TOKEN} characters, all of them letters, digits or _.-~"
             raise UsageError(f"TURNWRIGHT_VIEW_TOKEN must have {needs}")
-        self.stores = [TrajectoryIndex(path) for path in runs]
+        self.session = Session(paths)
         try:
-            self._http = _Http((host, port), _Handler)
+            self._http = _Http((host, port), self.session, token)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
                 f"{host} port {port} is unavailable ({reason}); choose another with --host or "
                 "--port"
             ) from error
-        self._http.daemon_threads = True
-        self._http.stores = self.stores  # type: ignore[attr-defined]
-        self._http.token = token  # type: ignore[attr-defined]
         self.port = int(self._http.server_address[1])
         self.url = f"http://{host}:{self.port}/" + (f"?token={token}" if token else "")
-        for store in self.stores:
-            store.start()
+
+        # Of many runs, those are indexed that somebody opens.
+        runs = self.session.runs()
+        if len(runs) == 1:
+            self.session.index(next(iter(runs)))
 
     def run(self) -> None:
         """Serve until `close`."""
@@ -95,11 +137,17 @@ class ViewerServer:
     def release(self) -> None:
         """Release port and files when nothing is being served."""
         self._http.server_close()
-        for store in self.stores:
-            store.close()
+        self.session.close()
 
 
 class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], session: Session, token: str) -> None:
+        self.session = session
+        self.token = token
+        super().__init__(address, _Handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore disconnected browsers, and print any other error in one line."""
         error = sys.exception()
@@ -112,126 +160,188 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     protocol_version = "HTTP/1.1"
     timeout = 60
+    # Head and body leave together, at once: else each answer waits 40 ms for the browser's receipt.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    server: _Http
 
     def do_GET(self) -> None:
         """Answer a request, or return an error status with a short reason."""
-        with ExitStack() as stack:
-            for store in self.server.stores:  # type: ignore[attr-defined]
-                stack.enter_context(store.paused())
-            status, kind, body = self._answer()
-        self.send_response(status)
-        if status is HTTPStatus.SEE_OTHER:
+        with self.server.session.paused():
+            answer = self._answer()
+            is_known = bool(answer.tag) and self.headers.get("If-None-Match") == answer.tag
+            body = b"" if is_known else answer.body
+            encoding = ""
+            if len(body) >= MIN_COMPRESSED and self._takes_gzip(answer.kind):
+                body = gzip.compress(body, 1, mtime=0)
+                encoding = "gzip"
+
+        self.send_response(HTTPStatus.NOT_MODIFIED if is_known else answer.status)
+        if answer.status is HTTPStatus.SEE_OTHER:
             # Removes the token from the address, and so from the browser's history.
             self.send_header(
-                "Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+                "Set-Cookie", f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             )
             self.send_header("Location", "/")
         for name, value in HEADERS.items():
             self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
+        # What has a tag is asked for again each time, and only sent if it has changed.
+        self.send_header("Cache-Control", "private, no-cache" if answer.tag else "no-store")
+        if answer.tag:
+            self.send_header("ETag", answer.tag)
+        if encoding:
+            self.send_header("Content-Encoding", encoding)
+        if not is_known:
+            self.send_header("Content-Type", answer.kind)
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: addresses contain the user's searches."""
 
-    def _answer(self) -> _Answer:
+    def _takes_gzip(self, kind: str) -> bool:
+        return not kind.startswith("image/") and "gzip" in self.headers.get("Accept-Encoding", "")
+
+    def _answer(self) -> PageAnswer:
         try:
             parts = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-            if self._token and parts.path == "/" and _same(query.get("token", ""), self._token):
+            token = self.server.token
+            if token and parts.path == "/" and _same(query.get("token", ""), token):
                 return _error(HTTPStatus.SEE_OTHER, "")
-            if not self._own():
-                why = (
-                    "open the address that turnwright view printed, with its token"
-                    if self._token
-                    else "wrong host"
-                )
+            if not self._is_own():
+                why = "wrong host"
+                if token:
+                    why = "open the address that turnwright view printed, with its token"
                 return _error(HTTPStatus.FORBIDDEN, f"access denied: {why}")
-            found = self._find(parts.path, query)
+            known = self.headers.get("If-None-Match") or ""
+            return respond(self.server.session, parts.path, query, known)
         except (KeyError, ValueError, IndexError):
             return _error(HTTPStatus.BAD_REQUEST, "invalid request")
         except OSError as error:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
-        except (
-            Exception
-        ) as error:  # files of a run may hold anything; the browser still gets its answer
+        except Exception as error:  # a run may hold anything; the browser still gets its answer
             why = single_line(f"cannot be displayed: {type(error).__name__}: {error}", 400)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, why)
-        return found or _error(HTTPStatus.NOT_FOUND, "not found")
 
-    @property
-    def _token(self) -> str:
-        return str(self.server.token)  # type: ignore[attr-defined]
-
-    def _own(self) -> bool:
-        if self._token:
-            pairs = (
-                pair.strip().partition("=")
-                for pair in (self.headers.get("Cookie") or "").split(";")
-            )
-            return any(name == COOKIE and _same(value, self._token) for name, _, value in pairs)
-        port = self.server.server_address[1]  # type: ignore[index]
+    def _is_own(self) -> bool:
+        """Return whether the request comes from a page of this server."""
+        if self.server.token:
+            for pair in (self.headers.get("Cookie") or "").split(";"):
+                name, _, value = pair.strip().partition("=")
+                if name == COOKIE and _same(value, self.server.token):
+                    return True
+            return False
+        port = self.server.server_address[1]
         return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
 
-    def _find(self, path: str, query: dict[str, str]) -> _Answer | None:
-        stores: list[TrajectoryIndex] = self.server.stores  # type: ignore[attr-defined]
-        if path in pages.SERVED:
-            kind, text = pages.SERVED[path]()
-            return HTTPStatus.OK, kind, text.encode()
-        if (media := _MEDIA.fullmatch(path)) is not None:
-            file = stores[int(media[1])].path / "media" / f"{media[2]}.png"
-            if file.is_symlink() or not file.is_file():
-                return None
-            return HTTPStatus.OK, "image/png", file.read_bytes()
-        if path == "/api/runs":
-            names = [pages.name_of(store) for store in stores]
-            return _json({"runs": len(stores), "names": names, "glossary": pages.glossary()})
-        if not query.get("run", "0").isdigit():
-            raise ValueError(query["run"])
-        store = stores[int(query.get("run", "0"))]
-        if path == "/api/overview":
-            return _json(pages.overview(store, int(query.get("since", "0"))))
-        if path == "/api/facets":
-            return _json({"name": pages.name_of(store), "facets": pages.facets(store)})
-        if path == "/api/list":
-            start, limit = (
-                max(0, int(query.get("start", "0"))),
-                max(1, min(int(query.get("most", PAGE)), 1000)),
-            )
-            newest, worst = (query.get(name) == "1" for name in ("newest", "worst"))
-            found = store.find(filter_of(query), start, limit, newest, worst)
-            found["rows"] = [pages.listed(row) for row in found["rows"]]
-            return _json(
-                found | {"count": len(store.entries), "read": store.read, "size": store.size}
-            )
-        if path == "/api/trajectory":
-            entry = store.entry(int(query["at"]))
-            return None if entry is None else _json(pages.trajectory(store, *entry))
-        return None
+
+def respond(session: Session, path: str, query: Query, known: str = "") -> PageAnswer:
+    """Answer a request whose browser has the answer tagged `known`; raise `ValueError` or
+    `KeyError` for an invalid one."""
+    if path in STATIC:
+        kind, text = STATIC[path]
+        return _tagged(kind, text().encode())
+    media = _MEDIA.fullmatch(path)
+    if media is not None:
+        return _image(session, unquote(media[1], errors="surrogatepass"), media[2])
+    if path == "/api/session":
+        return _json(
+            {
+                "folder": session.folder,
+                "live": True,
+                "glossary": glossary(),
+                "runs": _run_rows(session),
+            }
+        )
+    if path == "/api/runs":
+        return _tagged("application/json", _body({"runs": _run_rows(session)}))
+
+    if path not in RUN_PAGES:
+        return _error(HTTPStatus.NOT_FOUND, "not found")
+    index = session.index(query.get("run", ""))
+    if index is None:
+        return _error(HTTPStatus.NOT_FOUND, "no such run")
+    return RUN_PAGES[path](session, index, query, known)
 
 
-def filter_of(query: dict[str, str]) -> TableFilter:
-    """Return the filter in a query; a ValueError for bounds that are not numbers."""
+def _run_rows(session: Session) -> list[dict[str, Any]]:
+    return [row.as_json() for row in session.rows()]
 
-    def bounds(name: str) -> tuple[float | None, float | None]:
-        low, high = (query.get(f"{name}_{end}", "") for end in ("min", "max"))
-        return float(low) if low else None, float(high) if high else None
 
-    words = {
-        name: query.get(name, "") for name in ("phase", "stop", "error", "tool", "task", "text")
-    }
-    return TableFilter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
+def _image(session: Session, run_id: str, name: str) -> PageAnswer:
+    run = session.runs().get(run_id)
+    file = None if run is None else image_file(run, name)
+    if file is None:
+        return _error(HTTPStatus.NOT_FOUND, "not found")
+    return PageAnswer(HTTPStatus.OK, "image/png", file.read_bytes())
+
+
+def _run(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
+    """Return the page of a run; nothing of it is read where nothing changed since the last time."""
+    row = session.row(query["run"])
+    if row is None:
+        return _error(HTTPStatus.NOT_FOUND, "no such run")
+    since = max(0, int(query.get("since", "0")))
+    tag = _tag(repr((look(index), row.state, row.id, since)).encode())
+    if tag == known:
+        return PageAnswer(HTTPStatus.OK, "application/json", b"", tag)
+    page = overview(index, row.id, row.name, row.state, since)
+    return PageAnswer(HTTPStatus.OK, "application/json", _body(page), tag)
+
+
+def _facets(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
+    return _json(facets(index))
+
+
+def _episodes(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
+    start = max(0, int(query.get("start", "0")))
+    most = max(1, min(int(query.get("most", PAGE)), MAX_PAGE))
+    found = index.find(filter_of(query), query.get("sort") or "notable", start, most)
+    return _json(asdict(found) | {"indexed": index.progress()})
+
+
+def _episode(session: Session, index: RunIndex, query: Query, known: str) -> PageAnswer:
+    key = key_of_address(query["key"])
+    columns = None if key is None else index.episode(key)
+    progress = index.progress()
+    if columns is None and progress["read"] < progress["size"]:
+        share = f"{progress['read'] / progress['size']:.0%}"
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"episodes are being indexed: {share}")
+    if columns is None:
+        return _error(HTTPStatus.NOT_FOUND, "no such episode")
+    return _json(episode_page(index, columns))
+
+
+RUN_PAGES: dict[str, Callable[[Session, RunIndex, Query, str], PageAnswer]] = {
+    "/api/run": _run,
+    "/api/facets": _facets,
+    "/api/episodes": _episodes,
+    "/api/episode": _episode,
+}
+"""What can be asked of one run."""
 
 
 def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(errors="replace"), other.encode())
 
 
-def _json(value: Any) -> _Answer:
-    return HTTPStatus.OK, "application/json", to_json(pages.escape_json(value))
+def _body(value: Any) -> bytes:
+    return to_json(escape_json(value))
 
 
-def _error(status: HTTPStatus, why: str) -> _Answer:
-    return status, "text/plain; charset=utf-8", why.encode()
+def _json(value: Any) -> PageAnswer:
+    return PageAnswer(HTTPStatus.OK, "application/json", _body(value))
+
+
+def _tagged(kind: str, body: bytes) -> PageAnswer:
+    return PageAnswer(HTTPStatus.OK, kind, body, _tag(body))
+
+
+def _tag(content: bytes) -> str:
+    return f'"{blake2b(content, digest_size=12).hexdigest()}"'
+
+
+def _error(status: HTTPStatus, why: str) -> PageAnswer:
+    return PageAnswer(status, "text/plain; charset=utf-8", why.encode())

@@ -1,0 +1,170 @@
+"""Every view of every kind of run, as it looks: on a desk and on a phone, light and dark, without
+anything beside of the window and without a finding of axe-core.
+
+`PICTURES=docs/images .venv/bin/python -m pytest -m browser tests/browser/test_browser_looks.py`
+takes the pictures of the documentation too, of the runs in the folder that `RUNS` names or else of
+these small ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import product
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from kit.browser import SIZES, findings, fits, shown
+
+from turnwright_view.web import ViewerServer
+
+pytestmark = pytest.mark.browser
+
+RUNS = ("quickstart", "quickstart-vlm", "tools", "policies", "async", "failing")
+SCHEMES = ("light", "dark")
+LOOKS = list(product(SIZES, SCHEMES))
+AXE_LOOKS = (("desk", "light"), ("phone", "dark"))
+EPISODE_VIEWS = ("conversation", "tokens", "tree", "trainer")
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    server = ViewerServer([runs])
+    server.start()
+    yield server
+    server.close()
+
+
+def keys(run):
+    """Addresses of the last group of a run's training: each of its episodes."""
+    lines = (run / "trajectories.jsonl").read_text().splitlines()
+    played = [json.loads(line)["key"] for line in lines]
+    trained = [key for key in played if key["phase"] == "train"]
+    last = [key for key in trained if key["task"] == trained[-1]["task"]]
+    return [
+        "/".join(
+            quote(str(part), safe="")
+            for part in (key["phase"], key["step"] + 1, key["task"], key["sample"], key["attempt"])
+        )
+        for key in last
+    ]
+
+
+def views(name, run):
+    """Name and address of each view of a run."""
+    first, *others = keys(run)
+    place = f"#/run/{name}"
+    group = "/".join(first.split("/")[:3])
+    yield "overview", place
+    yield "episodes", f"{place}/episodes"
+    yield "group", f"{place}/group/{group}"
+    for view in EPISODE_VIEWS:
+        yield view, f"{place}/episode/{first}?view={view}"
+    yield "diff", f"{place}/diff/{first}?with={quote(others[-1], safe='')}"
+
+
+@pytest.fixture(scope="module")
+def windows(browser):
+    """A page for each size and scheme."""
+    pages = {}
+    for size, scheme in LOOKS:
+        width, height = SIZES[size]
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        page.problems = []
+        page.on("pageerror", lambda error, page=page: page.problems.append(str(error)))
+        page.set_default_timeout(60_000)
+        pages[size, scheme] = page
+    yield pages
+    for page in pages.values():
+        page.close()
+
+
+def look(windows, address, look, where):
+    """See that nothing is wrong with a view."""
+    page = windows[look]
+    shown(page, address)
+    assert fits(page), f"{where}: {page.evaluate('document.documentElement.scrollWidth')} pixels"
+    # Contrast depends on the scheme and layout on the size: two looks have both of each.
+    if look in AXE_LOOKS:
+        assert findings(page) == [], where
+    assert page.problems == [], where
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_view_of_a_run(windows, server, runs, name):
+    # Of the run with images every view in every look, of the others each view in one of them.
+    for number, (view, address) in enumerate(views(name, runs / name)):
+        looks = LOOKS if name == "quickstart-vlm" else [LOOKS[number % len(LOOKS)]]
+        for window in looks:
+            look(windows, server.url + address, window, f"{name}, {view}, {window}")
+
+
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
+def test_the_table_of_runs(windows, server, size, scheme):
+    look(windows, server.url + "#/runs", (size, scheme), f"runs, {size}, {scheme}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_that_is_folded_fits_too(windows, server, size):
+    page = windows[size, "light"]
+    for address in ("#/runs", "#/run/tools", "#/run/failing/episodes"):
+        shown(page, server.url + address)
+        for summary in page.query_selector_all("main details > summary"):
+            summary.click()
+        page.wait_for_timeout(300)
+        look_at = f"{address}, {size}"
+        assert fits(page), look_at
+        assert findings(page) == [], look_at
+
+
+def pictured(runs):
+    """Pictures of the documentation: name, address, look, and what is done before it is taken."""
+    failed = next(
+        (
+            number
+            for number, line in enumerate(
+                (runs / "quickstart" / "training.jsonl").read_text().splitlines()
+            )
+            if (json.loads(line)["advantage"] or 0) < 0
+        ),
+        0,
+    )
+    rows = (runs / "quickstart" / "training.jsonl").read_text().splitlines()
+    phase, step, task, sample, attempt = json.loads(rows[failed])["key"]
+    key = f"{phase}/{step + 1}/{quote(task, safe='')}/{sample}/{attempt}"
+    group = "/".join(key.split("/")[:3])
+    seen = keys(runs / "quickstart-vlm")[0]
+    quickstart, vlm = "#/run/quickstart", "#/run/quickstart-vlm"
+    yield "viewer-overview", quickstart, ("desk", "light"), None
+    yield "viewer-dark", quickstart, ("desk", "dark"), None
+    yield "viewer-phone", quickstart, ("phone", "light"), None
+    yield "viewer-list", f"{quickstart}/episodes", ("desk", "light"), None
+    yield "viewer-group", f"{quickstart}/group/{group}", ("desk", "light"), None
+    yield "viewer-conversation", f"{vlm}/episode/{seen}", ("desk", "light"), None
+    yield (
+        "viewer-tokens",
+        f"{quickstart}/episode/{key}?by=logprob",
+        ("desk", "light"),
+        ".tokens .token",
+    )
+    yield "viewer-trainer", f"{quickstart}/episode/{key}?view=trainer", ("desk", "light"), None
+    yield "viewer-runs", "#/runs", ("desk", "light"), None
+
+
+def test_pictures_of_the_documentation(windows, runs, tmp_path):
+    folder = Path(os.environ.get("RUNS", runs))
+    out = Path(os.environ.get("PICTURES", tmp_path))
+    server = ViewerServer([folder])
+    server.start()
+    try:
+        for name, address, window, hovered in pictured(folder):
+            page = windows[window]
+            shown(page, server.url + address)
+            if hovered:
+                page.hover(hovered)
+            page.wait_for_timeout(400)
+            page.screenshot(path=str(out / f"{name}.png"))
+            assert (out / f"{name}.png").stat().st_size > 10_000
+    finally:
+        server.close()
