@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from kit.runs import train
+from kit.viewing import SentPage
 
 from turnwright.cli.main import main
 from turnwright.renderers import load_renderer, template_source
@@ -112,8 +113,9 @@ def test_the_sanity_check_counts_in_metrics(run: Path) -> None:
     # With enable_thinking = false the generation prompt closes a thought that
     # no finished turn shows.
     assert "prefill" in {row["cause"] for row in kept}
-    page = (run / "out" / "report.html").read_text()
-    assert "<h2>Sanity check</h2>" in page
+    page = SentPage((run / "out" / "report.html").read_text())
+    told = page.data["overviews"]["out"]["findings"]
+    assert {row["cause"] for row in kept} == {finding["cause"] for finding in told}
 
 
 def test_another_template_does_not_go_on_with_a_run(
