@@ -20,7 +20,7 @@ SMALL = {
 WITHOUT_WARMUP = {name: keys for name, keys in SMALL.items() if name != "warmup"}
 
 
-def training(recipe, out, *, small=SMALL, **more):
+def training(recipe, out, *, small=SMALL, seed=0, **more):
     """`turnwright train` of a shipped recipe, a small one, as a process of its own.
 
     `more` are keys by section, over those of `small`.
@@ -41,6 +41,7 @@ def training(recipe, out, *, small=SMALL, **more):
         str(out),
         "--display",
         "none",
+        f"--seed={seed}",
         *words,
     ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
