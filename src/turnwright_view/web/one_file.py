@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sqlite3
 import re
 import time
 from base64 import b64encode
@@ -197,6 +198,11 @@ def _packed(
         left = max_bytes - len(embed_json(escape_json(page)))
         _pack(index, run, chosen(index, episodes), left, told, row.name)
         return run
+    except sqlite3.Error as error:
+        raise TraceError(
+            f"{index.file}: the index of episodes cannot be written ({error}); free space, or "
+            "name another folder with XDG_CACHE_HOME"
+        ) from error
     finally:
         index.close()
 
