@@ -156,23 +156,27 @@ class RunIndex:
             more = done - first >= most
             is_full = len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS
             if more or is_full or time.monotonic() - began >= BATCH_S:
-                state = index_tables.write_episodes(sql, state, batch, unreadable, done)
+                state = index_tables.write_episodes(sql, state, batch, unreadable, done, self._wait)
                 batch = []
                 unreadable = 0
                 characters = 0
                 began = time.monotonic()
             if more or self._stop.is_set():
                 break
-            while self._requests and not self._stop.is_set():  # requests have priority
-                time.sleep(0.001)
+            self._wait()
 
         if self._stop.is_set():
             return False
         if batch or unreadable:
-            state = index_tables.write_episodes(sql, state, batch, unreadable, done)
+            state = index_tables.write_episodes(sql, state, batch, unreadable, done, self._wait)
         if not more:
             self._read_training(sql, state)
         return more
+
+    def _wait(self) -> None:
+        """Let requests go first."""
+        while self._requests and not self._stop.is_set():
+            time.sleep(0.001)
 
     def _checked(self, sql: sqlite3.Connection, state: IndexState) -> IndexState:
         """Return the state; that of an empty index where the run was replaced by another."""
@@ -217,8 +221,7 @@ class RunIndex:
                 rows = []
             if self._stop.is_set():
                 return
-            while self._requests and not self._stop.is_set():
-                time.sleep(0.001)
+            self._wait()
         index_tables.write_training(sql, replace(state, trained_read=done), rows)
 
     # Reading
