@@ -171,6 +171,7 @@ RECORDS = {
 
 # Assignments to attributes of any other object that is not `self`: (file, target) -> why.
 OTHERS = {
+    ("turnwright/cli/completion.py", "action.complete"): "where shtab looks for it",
     ("turnwright/cli/main.py", "args.overrides"): "argparse",
     ("turnwright/cli/main.py", "warnings.formatwarning"): "the hook that Python has for it",
     ("turnwright/config/recipe.py", "merged.origins"): "a copy, by the function that makes it",

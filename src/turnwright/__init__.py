@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from turnwright.errors import ServerError as ServerError
     from turnwright.errors import TurnwrightError as TurnwrightError
     from turnwright.errors import UsageError as UsageError
-    from turnwright.evaluation import Evaluation as Evaluation
+    from turnwright.evaluation import EvaluationResult as EvaluationResult
     from turnwright.evaluation import evaluate as evaluate
     from turnwright.media import MediaLimits as MediaLimits
     from turnwright.media import MediaStore as MediaStore

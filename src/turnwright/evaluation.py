@@ -48,7 +48,7 @@ class PassAtK:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Evaluation:
+class EvaluationResult:
     """Success on held-out tasks: `sampled`, and `greedy` where the engine can."""
 
     scores: Mapping[str, EvalResult]
@@ -122,7 +122,7 @@ def evaluate(
     rules: EnvRules | None = None,
     progress: bool | None = None,
     **settings: Any,
-) -> Evaluation:
+) -> EvaluationResult:
     """Measure success on held-out tasks, like `turnwright eval`, with objects instead of names.
 
     Example::
@@ -238,7 +238,7 @@ def evaluate_config(
     env_specs: Sequence[EnvSpec] | None = None,
     tasks: Sequence[Task] | None = None,
     history: History | None = None,
-) -> Evaluation:
+) -> EvaluationResult:
     """Evaluate as configured.
 
     Args:
@@ -273,7 +273,7 @@ async def _play_passes(
     env_specs: Sequence[EnvSpec] | None,
     tasks: Sequence[Task] | None,
     history: History | None,
-) -> Evaluation:
+) -> EvaluationResult:
     from turnwright.training.configured_rollout import make_rollout, play_with_retries
     from turnwright.training.evaluation import play_evaluation, summarize
     from turnwright.training.task_plan import check_failures, make_env_specs
@@ -318,7 +318,7 @@ async def _play_passes(
     finally:
         if isinstance(engine, str):  # else the caller's
             await rollout.engine.close()
-    return Evaluation(scores, trajectories, estimate_pass_at_k(scores["sampled"].counts))
+    return EvaluationResult(scores, trajectories, estimate_pass_at_k(scores["sampled"].counts))
 
 
 def _choices(

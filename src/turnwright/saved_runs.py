@@ -194,10 +194,10 @@ class Metrics(Mapping[str, Columns]):
         """Read the rows of metrics.jsonl; of a step that was trained twice, the last."""
         rows: dict[str, dict[Any, Mapping[str, float]]] = {}
         names: dict[str, dict[Any, str]] = {}
-        for number_, (_, row) in enumerate(lines_of(path, [], metrics_row)):
+        for place, (_, row) in enumerate(lines_of(path, [], metrics_row)):
             phase = str(row.get("phase", ""))
             # A step has several evaluations; a row without a step replaces no other.
-            key = number_ if phase in ("eval", "gate") else row.get("step", -1 - number_)
+            key = place if phase in ("eval", "gate") else row.get("step", -1 - place)
             rows.setdefault(phase, {})[key] = dict(flatten_row(row))
             words = [str(row[name]) for name in ("name", "mode") if row.get(name)]
             names.setdefault(phase, {})[key] = " ".join(words)

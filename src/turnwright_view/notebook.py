@@ -16,7 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from turnwright import Evaluation, Group, ImageRef, MediaStore, Message, Trajectory, VideoRef
+from turnwright import EvaluationResult, Group, ImageRef, MediaStore, Message, Trajectory, VideoRef
 from turnwright.display.progress import duration
 from turnwright.display.run_data import sentence_of
 from turnwright.errors import MediaError
@@ -114,7 +114,7 @@ def html(value: Any) -> str | None:
         body = _trajectory(value, _Pictures(None))
     elif isinstance(value, Group):
         body = _group(value)
-    elif isinstance(value, Evaluation):
+    elif isinstance(value, EvaluationResult):
         body = _evaluation(value)
     elif isinstance(value, Run):
         body = _run(value)
@@ -305,7 +305,7 @@ def _group(group: Group) -> Markup:
     return Markup("").join([head, first_line, _table(names, rows), more])
 
 
-def _evaluation(evaluation: Evaluation) -> Markup:
+def _evaluation(evaluation: EvaluationResult) -> Markup:
     """Draw an evaluation: success with its interval, pass@k, and how episodes ended."""
     rows: list[list[str | Markup]] = []
     for mode, scores in evaluation.scores.items():

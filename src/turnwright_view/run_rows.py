@@ -183,10 +183,10 @@ def _folders_in(folder: Path) -> list[Path]:
 def _unused(run_id: str, taken: Mapping[str, Path]) -> str:
     """Return an id that no other run has: `quickstart`, then `quickstart-2`."""
     unused = run_id
-    number_ = 1
+    suffix = 1
     while unused in taken:
-        number_ += 1
-        unused = f"{run_id}-{number_}"
+        suffix += 1
+        unused = f"{run_id}-{suffix}"
     return unused
 
 

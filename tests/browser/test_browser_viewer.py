@@ -62,7 +62,7 @@ def texts(page, selector):
 
 def test_the_first_screen_says_what_happened(page, address):
     shown(page, address)
-    assert "raised held-out success from 24.0% to 97.3%" in page.inner_text("h1")
+    assert "raised held-out success from 24.0% [19.0, 29.4] to 97.3%" in page.inner_text("h1")
     assert count(page, ".whisker") == 4
     assert texts(page, ".chart figcaption b")[:3] == ["Success", "Reward", "Turns of an episode"]
     assert page.problems == []

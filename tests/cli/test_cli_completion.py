@@ -16,6 +16,8 @@ from turnwright.cli.main import COMMANDS, main
 from turnwright.config.fields import known_keys
 from turnwright.plugins import OURS
 
+pytestmark = pytest.mark.beside("view", "serve", "cluster", "compat")
+
 COMPLETE = """\
 source "$SCRIPT"
 COMP_WORDS=("$@")

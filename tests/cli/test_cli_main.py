@@ -15,7 +15,7 @@ import pytest
 from turnwright.cli.main import main
 from turnwright.cli.train import next_run
 from turnwright.errors import TaskError, TraceError, did_you_mean
-from turnwright.evaluation import Evaluation, estimate_pass_at_k
+from turnwright.evaluation import EvaluationResult, estimate_pass_at_k
 from turnwright.training.evaluation import EvalResult
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -334,12 +334,12 @@ def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys,
         main(["train", recipe, "--display", "none"])
 
 
-def evaluation(counts: tuple[tuple[int, int], ...]) -> Evaluation:
+def evaluation(counts: tuple[tuple[int, int], ...]) -> EvaluationResult:
     """An evaluation of tasks with so many episodes and successes."""
     n = sum(episodes for episodes, _ in counts)
     successes = sum(won for _, won in counts)
     scores = EvalResult(n, successes, turns=3.0, reward=0.5, failed=0, counts=counts)
-    return Evaluation({"sampled": scores}, {"sampled": []}, estimate_pass_at_k(counts))
+    return EvaluationResult({"sampled": scores}, {"sampled": []}, estimate_pass_at_k(counts))
 
 
 def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, commands):

@@ -156,7 +156,11 @@ def test_a_log_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == "mine\n"
 
 
-def test_what_models_say_cannot_control_the_terminal_that_shows_the_log(tmp_path: Path) -> None:
+def test_what_models_say_cannot_control_the_terminal_that_shows_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest's own record of the log cannot be sent to another process, for half a surrogate pair.
+    monkeypatch.setattr(logging.getLogger("turnwright"), "propagate", False)
     with logged(tmp_path, "info"):
         LoggingListener(NullListener()).note("said \x1b[2J\u202e and \ud800")
     assert messages(tmp_path) == ["INFO    said ⟨ESC⟩[2J⟨U+202E⟩ and ⟨U+D800⟩"]

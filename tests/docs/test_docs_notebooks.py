@@ -10,6 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.beside("view")
+
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 NAMES = ("1_first_rollout", "2_train_and_curves", "3_why_episodes_failed")
 

@@ -68,11 +68,8 @@ def drawn(page, expression="true", seconds=60.0):
     `page.url` is what Playwright was last told, which may be before the last key; the
     page itself knows better.
     """
-    until(
-        page,
-        f"({expression}) && document.querySelector('main').dataset.ready === (location.hash || '#/')",
-        seconds,
-    )
+    here = "document.querySelector('main').dataset.ready === (location.hash || '#/')"
+    until(page, f"({expression}) && {here}", seconds)
 
 
 SIZES = {"desk": (1400, 900), "phone": (390, 844)}

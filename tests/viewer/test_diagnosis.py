@@ -51,6 +51,7 @@ CASES = [
         {"groups_no_signal": 10, "success": 1.0},
     ),
     ("everything truncated", {"truncated_share": 0.5}, {"truncated_share": 0.49}),
+    ("episodes fail", {"failed_share": 0.1, "errors": {"step/OSError": 3}}, {"failed_share": 0.09}),
     ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.02}),
     ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.0, "tools_offered": 0}),
     ("mismatch rises", {"mismatch_mean": 1e-3}, {"mismatch_mean": 9e-5}),

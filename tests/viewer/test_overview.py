@@ -40,11 +40,12 @@ def metrics(run: Path) -> list[dict]:
 def test_it_says_what_was_learned_with_intervals(make_run, tmp_path):
     page = page_of(make_run(tmp_path / "hop"))
     said = page["story"]["sentence"]
-    assert said.startswith("Reinforcement raised held-out success from 24.0% to 97.3%")
-    assert "in 60 reinforcement steps (1 min 33 s, " in said
-    assert "sampled tokens; 95% intervals 19.0\u201329.4% and 94.5\u201398.7%)" in said
-    assert "; a single reply could reach 10.0% at best." in said
-    assert "An episode took 2.1 turns before and 3.0 after." in said
+    assert said.startswith(
+        "Reinforcement raised held-out success from 24.0% [19.0, 29.4] to 97.3% [94.5, 98.7] in 60 "
+        "reinforcement steps (1 min 33 s, "
+    )
+    assert said.endswith(" sampled tokens); a single reply could reach 10.0% at best.")
+    assert ["turns of an episode", "2.1 \u2192 3.0"] in page["story"]["facts"]
     names = [(one["name"], one["mode"]) for one in page["evaluations"]]
     assert names == [
         ("before", "sampled"),
@@ -68,7 +69,7 @@ def test_overlapping_intervals_claim_nothing(make_run, tmp_path):
             row |= {"success": 0.27, "ci": [0.22, 0.33]}
     write_metrics(run, rows)
     said = page_of(run)["story"]["sentence"]
-    assert "the intervals overlap, so no change is established" in said
+    assert "the 95% intervals overlap, so no change is established" in said
 
 
 def test_the_blind_control_stands_beside_success(tmp_path):

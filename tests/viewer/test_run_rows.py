@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def test_looking_whether_a_run_is_locked_never_keeps_one_from_starting(tmp_path:
     def look() -> None:
         while not over.is_set():
             is_locked(tmp_path)
+            time.sleep(0.0005)
 
     watchers = [threading.Thread(target=look) for _ in range(4)]
     for watcher in watchers:

@@ -20,7 +20,7 @@ MAX_HELP = 80
 
 FILES = ("FILE", "recipe")
 """Metavars and names of arguments that are completed to files."""
-FOLDERS = ("RUN", "DIR", "DIRECTORY", "FOLDER", "[clean] FOLDER")
+FOLDERS = ("RUN", "DIR", "PATH", "DIRECTORY", "FOLDER", "[clean] FOLDER")
 """Metavars of arguments that are completed to folders, such as those of runs."""
 
 

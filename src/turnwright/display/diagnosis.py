@@ -31,6 +31,9 @@ MOSTLY_TIED = 0.5
 TRUNCATED = 0.5
 """Minimum share of episodes truncated by limits to report truncation."""
 
+FAILED = 0.1
+"""Minimum share of failed episodes to report them."""
+
 TOOL_USERS = 0.02
 """Share of episodes with a call below which the tools count as unused."""
 
@@ -180,6 +183,23 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
         "everything truncated",
         f"{100 * share:.0f}% of episodes were truncated, mostly by {cause}.",
         remedies.get(cause, "See stops in the overview."),
+    )
+
+
+def failing(rows: DiagnosisInput) -> Diagnosis | None:
+    """Episodes fail: errors of environment, engine or reward ended `FAILED` of the episodes."""
+    share = _mean(rows.last, "failed_share")
+    if len(rows.last) < LAST or share < FAILED:
+        return None
+
+    errors = sum_tables(rows.last, "errors")
+    mostly = f", mostly by {errors.most_common(1)[0][0]}" if errors else ""
+    return Diagnosis(
+        "episodes fail",
+        f"{share:.0%} of the episodes in the last {LAST} steps failed{mostly}; they have no reward "
+        "and are not trained on.",
+        "Read the traceback of one (turnwright view), and mend the environment or raise its "
+        "limits; rollout.max_retries plays a failed episode again.",
     )
 
 
@@ -480,6 +500,7 @@ DIAGNOSES = (
     unrewarded,
     tied,
     truncated,
+    failing,
     tool_unused,
     malformed,
     one_reply,

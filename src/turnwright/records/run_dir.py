@@ -33,9 +33,8 @@ _MAX_DEPTH = 60
 _CRC = b',"crc":"%08x"}'
 _CRC_BYTES = len(b',"crc":"00000000"}')
 
-# A directory is locked by another process if it is so at each of these tries.
-_LOCK_TRIES = 5
-_LOCK_WAIT_S = 0.02
+_LOCK_WAIT_S = 5.0
+"""Seconds for which a lock is waited for that others share, to look at it."""
 
 LOG_FILE = "log.txt"
 """Notable events of a run, for people; `turnwright.display.run_log` writes it."""
@@ -306,16 +305,20 @@ class JsonLines:
 def _lock_file(file: int) -> None:
     """Lock an open file; raise `BlockingIOError` if another process keeps it locked.
 
-    One that only looks whether it is locked (`is_locked`) has it for an instant.
+    Those that only look whether it is locked (`is_locked`) share it for an instant, which is
+    waited for.
     """
-    for _ in range(_LOCK_TRIES):
+    last_try = time.monotonic() + _LOCK_WAIT_S
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError as error:
-            blocked = error
-            time.sleep(_LOCK_WAIT_S)
-    raise blocked
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises for one that is not shared
+            fcntl.flock(file, fcntl.LOCK_UN)
+            if time.monotonic() > last_try:
+                raise
+        time.sleep(0.001)
 
 
 def is_locked(run: Path) -> bool:

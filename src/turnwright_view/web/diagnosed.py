@@ -68,6 +68,7 @@ EPISODES: dict[str, _EpisodesOf] = {
     "no episode had a reward": _last_steps(),
     "all groups tie": _last_steps(tie="yes"),
     "everything truncated": _cut_off,
+    "episodes fail": _last_steps(error="*"),
     "the tool is never called": _last_steps(),
     "the model is blind": _phase("eval-after-blind"),
     "mismatch rises": _last_steps(),

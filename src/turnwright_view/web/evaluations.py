@@ -23,7 +23,7 @@ _NAMES = {"before": 0, "after": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOut:
     """Success on held-out tasks, with its Wilson interval (95%)."""
 
     name: str
@@ -46,7 +46,7 @@ class Evaluation:
         return asdict(self)
 
 
-def held_out(run: RunData) -> list[Evaluation]:
+def held_out(run: RunData) -> list[HeldOut]:
     """Return the evaluations of a run: sampled, greedy and blind, each from before to after."""
     rows: dict[tuple[str, str], Row] = {}
     for row in run.phase("eval"):
@@ -75,13 +75,13 @@ def _summarized(summary: Row, mode: str, name: str, key: str) -> Row:
     return row
 
 
-def _evaluation(mode: str, name: str, row: Row) -> Evaluation:
+def _evaluation(mode: str, name: str, row: Row) -> HeldOut:
     success = min(1.0, max(0.0, number(row.get("success")) or 0.0))
     n = integer(row.get("n"))
     interval = pair(row.get("ci"))
     if interval is None:
         interval = wilson(round(success * n), n) if n > 0 else (success, success)
-    return Evaluation(
+    return HeldOut(
         name=truncate(name, 80),
         mode=truncate(mode, 80),
         step=integer(row.get("step")),
@@ -94,7 +94,7 @@ def _evaluation(mode: str, name: str, row: Row) -> Evaluation:
     )
 
 
-def find(evaluations: Sequence[Evaluation], name: str, mode: str = "sampled") -> Evaluation | None:
+def find(evaluations: Sequence[HeldOut], name: str, mode: str = "sampled") -> HeldOut | None:
     """Return an evaluation by name and mode, or None."""
     for evaluation in evaluations:
         if (evaluation.name, evaluation.mode) == (name, mode):

@@ -45,6 +45,9 @@ ROUND_BYTES = 64 * 2**20
 MAX_SCANNED = 128 * 2**20
 """Maximum bytes of records that one search looks at; the next request continues."""
 
+BUSY_S = 10.0
+"""Seconds for which an index that another process writes is waited for."""
+
 PAGE = 100
 """Rows of a list, unless more are asked for."""
 
@@ -374,18 +377,37 @@ class RunIndex:
 
 def _connected(file: Path) -> _Connection:
     """Open an index, and create what it lacks."""
-    sql = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=10)
-    try:
-        sql.execute("PRAGMA journal_mode = WAL")
-        # What a power failure leaves is a damaged index at worst, which is made anew.
-        sql.execute("PRAGMA synchronous = OFF")
-        sql.execute("PRAGMA temp_store = MEMORY")
-        if sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-            sql.executescript(f"BEGIN IMMEDIATE; {index_tables.SCHEMA} COMMIT;")
-    except BaseException:
-        sql.close()
-        raise
-    return _Connection(sql, _inode(file))
+    patient_until = time.monotonic() + BUSY_S
+    while True:
+        sql = sqlite3.connect(file, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+        try:
+            _prepare(sql)
+            return _Connection(sql, _inode(file))
+        except BaseException as error:
+            sql.close()
+            # Two that create an index at once: SQLite refuses the change to WAL without waiting.
+            if not _is_busy(error) or time.monotonic() > patient_until:
+                raise
+        time.sleep(0.01)
+
+
+def _prepare(sql: sqlite3.Connection) -> None:
+    sql.execute("PRAGMA journal_mode = WAL")
+    # What a power failure leaves is a damaged index at worst, which is made anew.
+    sql.execute("PRAGMA synchronous = OFF")
+    sql.execute("PRAGMA temp_store = MEMORY")
+    if sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        sql.executescript(f"BEGIN IMMEDIATE; {index_tables.SCHEMA} COMMIT;")
+
+
+def _is_busy(error: BaseException) -> bool:
+    if not isinstance(error, sqlite3.OperationalError):
+        return False
+    code = getattr(error, "sqlite_errorcode", 0)
+    # Of two, the later one finds the tables of the earlier one.
+    return code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or "already exists" in str(
+        error
+    )
 
 
 def _inode(file: Path) -> int:

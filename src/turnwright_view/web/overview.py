@@ -40,7 +40,7 @@ def overview(index: RunIndex, run_id: str, name: str, state: str, since: int = 0
         "id": run_id,
         "name": truncate(name, 200),
         "state": state,
-        "story": story_of(run, run_id, evaluations, diagnoses, progress["count"]),
+        "story": story_of(run, run_id, evaluations, progress["count"]),
         "evaluations": [evaluation.as_json for evaluation in evaluations],
         "reference": number(run.summary.get("single_turn_best")),
         "rows": [flat_row(row) for row in run.rows[since:]],

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlencode
 
 from turnwright.display.progress import amount, duration
 from turnwright.display.run_data import Row, RunData, integer, mapping, number
-from turnwright_view.web.evaluations import Evaluation, find
+from turnwright_view.web.evaluations import HeldOut, find
 
 MAX_NEXT = 5
 """Maximum places to look at."""
@@ -25,38 +25,37 @@ percent = "{:.1%}".format
 def story_of(
     run: RunData,
     run_id: str,
-    evaluations: Sequence[Evaluation],
-    diagnoses: Sequence[dict[str, Any]],
+    evaluations: Sequence[HeldOut],
     played: int,
 ) -> dict[str, Any]:
     """Return the sentence, the facts beside it, and links to what to look at next."""
     return {
         "sentence": sentence(run, evaluations, played),
-        "facts": [list(fact) for fact in facts(run)],
-        "next": where_to_look(run, run_id, evaluations, diagnoses),
+        "facts": [list(fact) for fact in facts(run, evaluations)],
+        "next": where_to_look(run, run_id, evaluations),
     }
 
 
-def sentence(run: RunData, evaluations: Sequence[Evaluation], played: int) -> str:
+def sentence(run: RunData, evaluations: Sequence[HeldOut], played: int) -> str:
     """Summarize the result in one sentence that the intervals support."""
     before = find(evaluations, "before")
     after = find(evaluations, "after")
     if before is None or after is None:
         return _unfinished(run, played)
 
-    cost = ", ".join(_cost(run))
-    intervals = f"95% intervals {_interval(before)} and {_interval(after)}"
-    details = f" ({'; '.join(filter(None, [cost, intervals]))})"
-    taken = f" in {_steps(run)} reinforcement steps"
-    change = f"{percent(before.success)} to {percent(after.success)}"
+    cost = _cost(run)
+    taken = f"in {_steps(run)} reinforcement steps"
+    if cost:
+        taken += f" ({', '.join(cost)})"
+    change = f"from {_with_interval(before)} to {_with_interval(after)} {taken}"
     if after.low > before.high:
-        text = f"Reinforcement raised held-out success from {change}{taken}{details}"
+        text = f"Reinforcement raised held-out success {change}"
     elif after.high < before.low:
-        text = f"Reinforcement lowered held-out success from {change}{taken}{details}"
+        text = f"Reinforcement lowered held-out success {change}"
     else:
         text = (
-            f"Held-out success went from {change}{taken}{details}; the intervals overlap, so no "
-            "change is established"
+            f"Held-out success went {change}; the 95% intervals overlap, so no change is "
+            "established"
         )
 
     best = number(run.summary.get("single_turn_best"))
@@ -65,8 +64,6 @@ def sentence(run: RunData, evaluations: Sequence[Evaluation], played: int) -> st
     blind = find(evaluations, "after", "blind")
     if blind is not None:
         text += f"; with every image gray the same policy has {percent(blind.success)}"
-    if before.turns is not None and after.turns is not None:
-        text += f". An episode took {before.turns:.1f} turns before and {after.turns:.1f} after"
     return text + "."
 
 
@@ -99,8 +96,9 @@ def _steps(run: RunData) -> int:
     return steps if steps >= 0 else len(run.phase("train"))
 
 
-def _interval(evaluation: Evaluation) -> str:
-    return f"{100 * evaluation.low:.1f}\u2013{percent(evaluation.high)}"
+def _with_interval(evaluation: HeldOut) -> str:
+    low, high = 100 * evaluation.low, 100 * evaluation.high
+    return f"{percent(evaluation.success)} [{low:.1f}, {high:.1f}]"
 
 
 def _cost(run: RunData) -> list[str]:
@@ -118,8 +116,10 @@ def _cost(run: RunData) -> list[str]:
     return cost
 
 
-def facts(run: RunData) -> list[tuple[str, str]]:
+def facts(run: RunData, evaluations: Sequence[HeldOut]) -> list[tuple[str, str]]:
     """Return the headline figures as (label, value)."""
+    turns = [find(evaluations, name) for name in ("before", "after")]
+    means = [f"{one.turns:.1f}" for one in turns if one is not None and one.turns is not None]
     tokens = sum(number(row.get("sampled_tokens")) or 0 for row in run.phase("train"))
     trained = sum(number(row.get("trained_tokens")) or 0 for row in run.phase("train"))
     figures = [
@@ -127,6 +127,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("wall time", _duration(run.summary.get("wall_s"))),
         ("CPU time", _duration(run.summary.get("cpu_s"))),
         ("held-out tasks", _whole(run.summary.get("eval_tasks", run.summary.get("n_eval")))),
+        ("turns of an episode", " \u2192 ".join(means)),
         ("sampled tokens", amount(tokens) if tokens > 0 else ""),
         ("trained tokens", amount(trained) if trained > 0 else ""),
         ("seed", _whole(run.summary.get("seed", run.config.get("seed")))),
@@ -145,10 +146,7 @@ def _duration(value: Any) -> str:
 
 
 def where_to_look(
-    run: RunData,
-    run_id: str,
-    evaluations: Sequence[Evaluation],
-    diagnoses: Sequence[dict[str, Any]],
+    run: RunData, run_id: str, evaluations: Sequence[HeldOut]
 ) -> list[dict[str, str]]:
     """Return what to look at next, each with the address of its episodes."""
     places: list[dict[str, str]] = []
@@ -156,10 +154,6 @@ def where_to_look(
     def look(text: str, **filter_: str) -> None:
         link = f"#/run/{quote(run_id, safe='')}/episodes?{urlencode(filter_)}"
         places.append({"text": text, "link": link})
-
-    for diagnosis in diagnoses[:2]:
-        if diagnosis["filter"]:
-            look(f"Diagnosis: {diagnosis['name']}", **diagnosis["filter"])
 
     trained = run.phase("train")
     if trained:
@@ -189,9 +183,13 @@ def where_to_look(
 def _look_at_last_step(last: Row, look: Any) -> None:
     """Look at what did not succeed in the last step, and at its groups without signal."""
     step = str(integer(last.get("step")))
+    of_step = {"phase": "train", "step_min": step, "step_max": step}
+    failed = number(last.get("failed_share")) or 0.0
+    if failed > 0:
+        look(f"{percent(failed)} of the episodes of the last step failed", **of_step, error="*")
+
     success = number(last.get("success"))
     episodes = int(number(last.get("trajectories")) or 0)
-    of_step = {"phase": "train", "step_min": step, "step_max": step}
     if success is not None and success < 1:
         failing = f"{percent(1 - success)} of the episodes"
         if episodes > 0:
