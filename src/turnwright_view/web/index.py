@@ -403,11 +403,17 @@ def _prepare(sql: sqlite3.Connection) -> None:
 def _is_busy(error: BaseException) -> bool:
     if not isinstance(error, sqlite3.OperationalError):
         return False
-    code = getattr(error, "sqlite_errorcode", 0)
     # Of two, the later one finds the tables of the earlier one.
-    return code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or "already exists" in str(
-        error
-    )
+    found_tables = "already exists" in str(error)
+    return found_tables or _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Return SQLite's primary code of an error; 0 for one of the module itself."""
+    try:
+        return error.sqlite_errorcode & 0xFF
+    except AttributeError:
+        return 0
 
 
 def _inode(file: Path) -> int:
@@ -418,11 +424,8 @@ def _inode(file: Path) -> int:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     """Return whether a database must be made anew: not if it is only busy, or the disk full."""
-    try:
-        code = error.sqlite_errorcode
-    except AttributeError:  # an error of the module, not of the database
-        return False
-    return code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+    passing = (0, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+    return _code(error) not in passing
 
 
 def _status(path: Path) -> tuple[int, int, int] | None:
