@@ -159,23 +159,27 @@ class RunIndex:
             more = done - first >= most
             is_full = len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS
             if more or is_full or time.monotonic() - began >= BATCH_S:
-                state = index_tables.write_episodes(sql, state, batch, unreadable, done)
+                state = index_tables.write_episodes(sql, state, batch, unreadable, done, self._wait)
                 batch = []
                 unreadable = 0
                 characters = 0
                 began = time.monotonic()
             if more or self._stop.is_set():
                 break
-            while self._requests and not self._stop.is_set():  # requests have priority
-                time.sleep(0.001)
+            self._wait()
 
         if self._stop.is_set():
             return False
         if batch or unreadable:
-            state = index_tables.write_episodes(sql, state, batch, unreadable, done)
+            state = index_tables.write_episodes(sql, state, batch, unreadable, done, self._wait)
         if not more:
             self._read_training(sql, state)
         return more
+
+    def _wait(self) -> None:
+        """Let requests go first."""
+        while self._requests and not self._stop.is_set():
+            time.sleep(0.001)
 
     def _checked(self, sql: sqlite3.Connection, state: IndexState) -> IndexState:
         """Return the state; that of an empty index where the run was replaced by another."""
@@ -220,8 +224,7 @@ class RunIndex:
                 rows = []
             if self._stop.is_set():
                 return
-            while self._requests and not self._stop.is_set():
-                time.sleep(0.001)
+            self._wait()
         index_tables.write_training(sql, replace(state, trained_read=done), rows)
 
     # Reading
@@ -400,11 +403,17 @@ def _prepare(sql: sqlite3.Connection) -> None:
 def _is_busy(error: BaseException) -> bool:
     if not isinstance(error, sqlite3.OperationalError):
         return False
-    code = getattr(error, "sqlite_errorcode", 0)
     # Of two, the later one finds the tables of the earlier one.
-    return code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or "already exists" in str(
-        error
-    )
+    found_tables = "already exists" in str(error)
+    return found_tables or _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Return SQLite's primary code of an error; 0 for one of the module itself."""
+    try:
+        return error.sqlite_errorcode & 0xFF
+    except AttributeError:
+        return 0
 
 
 def _inode(file: Path) -> int:
@@ -415,11 +424,8 @@ def _inode(file: Path) -> int:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     """Return whether a database must be made anew: not if it is only busy, or the disk full."""
-    try:
-        code = error.sqlite_errorcode
-    except AttributeError:  # an error of the module, not of the database
-        return False
-    return code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+    passing = (0, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+    return _code(error) not in passing
 
 
 def _status(path: Path) -> tuple[int, int, int] | None:

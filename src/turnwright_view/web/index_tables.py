@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
@@ -32,6 +32,9 @@ MAX_FACETS = 50
 
 BATCH_ROWS = 2_000
 """Rows that are written, or read, at a time."""
+
+SLICE_ROWS = 50
+"""Rows of words that are written before a request may go first."""
 
 COMMON = 2_000
 """Episodes at each end of the file from which it is told how common a word is."""
@@ -147,8 +150,12 @@ def write_episodes(
     batch: Sequence[ReadEpisode],
     unreadable: int,
     read: int,
+    wait: Callable[[], None],
 ) -> IndexState:
-    """Write a batch in one transaction; return the state behind it."""
+    """Write a batch in one transaction; return the state behind it.
+
+    Now and then `wait` is called, for what must not wait for the whole batch.
+    """
     state = replace(
         state,
         read=read,
@@ -166,10 +173,16 @@ def write_episodes(
             "INSERT INTO shown VALUES (?, ?, ?)",
             [(episode.columns.number, episode.prompt, episode.reply) for episode in batch],
         )
-        sql.executemany(
-            "INSERT INTO words (rowid, text) VALUES (?, ?)",
-            [(episode.columns.number, indexed_text(episode.text)) for episode in batch],
-        )
+        for start in range(0, len(batch), SLICE_ROWS):
+            wait()
+            sql.executemany(
+                "INSERT INTO words (rowid, text) VALUES (?, ?)",
+                [
+                    (episode.columns.number, indexed_text(episode.text))
+                    for episode in batch[start : start + SLICE_ROWS]
+                ],
+            )
+        wait()
         _update_ties(sql, columns[0].number)
         if state.trained_read:
             _join_training(sql, [one.key for one in columns])
@@ -449,9 +462,9 @@ def _one(sql: sqlite3.Connection, condition: str, values: Sequence[Any]) -> Epis
 
 def rows_of(sql: sqlite3.Connection, found: Sequence[EpisodeColumns]) -> list[dict[str, Any]]:
     """Return rows of a list, with their texts."""
-    rows = []
-    for columns in found:
-        shown = sql.execute("SELECT prompt, reply FROM shown WHERE number = ?", (columns.number,))
-        prompt, reply = shown.fetchone()
-        rows.append(row_of(columns, prompt, reply))
-    return rows
+    # Each statement gives the interpreter to the thread that indexes: one instead of a hundred.
+    marks = ", ".join("?" * len(found))
+    select = f"SELECT number, prompt, reply FROM shown WHERE number IN ({marks})"
+    shown = sql.execute(select, [columns.number for columns in found]).fetchall()
+    texts = {number_: (prompt, reply) for number_, prompt, reply in shown}
+    return [row_of(columns, *texts[columns.number]) for columns in found]
