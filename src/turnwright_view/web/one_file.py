@@ -10,8 +10,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import sqlite3
 import re
+import sqlite3
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
@@ -200,8 +200,9 @@ def _packed(
         return run
     except sqlite3.Error as error:
         raise TraceError(
-            f"{index.file}: the index of episodes cannot be written ({error}); free space, or "
-            "name another folder with XDG_CACHE_HOME"
+            f"{index.file}: the index of episodes cannot be written ({error}): the disk is full, "
+            "or a file may not grow so large; free space, or name another folder with "
+            "XDG_CACHE_HOME"
         ) from error
     finally:
         index.close()

@@ -1,6 +1,6 @@
 // Where the page has its data from: the server, or the file that the page stands in.
 import {queryOf} from './address.js';
-import {matching} from './filter.js';
+import {folded, matching} from './filter.js';
 
 const overviews = new Map();
 const fromFile = readFile();
@@ -98,7 +98,7 @@ async function textsOf(run, here) {
     const episode = (await chunk(run, row.chunk)).episodes[row.key];
     const spans = episode.spans.map((span) => span.text);
     const error = episode.error ? [episode.error.message, episode.error.traceback] : [];
-    texts.set(row.key, [...spans, ...error, row.task].join('\n'));
+    texts.set(row.key, folded([...spans, ...error, row.task].join('\n')));
   }
   return texts;
 }

@@ -11,7 +11,7 @@ const FILTERS = ['phase', 'stop', 'error', 'tool', 'task', 'group', 'agent', 'tr
   ['step', 'reward', 'turns', 'tokens'].flatMap((name) => [name + '_min', name + '_max']),
 );
 const ORDER_NAMES = {
-  notable: 'last step, failures and ties first', worst: 'worst reward', best: 'best reward', newest: 'newest', oldest: 'oldest', longest: 'most tokens', slowest: 'slowest',
+  notable: 'last step, failures first', worst: 'worst reward', best: 'best reward', newest: 'newest', oldest: 'oldest', longest: 'most tokens', slowest: 'slowest',
 };
 
 export function Episodes({place, row, ready}) {
