@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
+import time
 from base64 import b64encode
 from hashlib import sha256
 
@@ -15,7 +17,7 @@ from kit.viewing import SentPage, sent, trajectory
 
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
-from turnwright_view.web import one_file, write_report
+from turnwright_view.web import cache, one_file, write_report
 from turnwright_view.web.index import RunIndex
 from turnwright_view.web.one_file import chosen
 
@@ -77,6 +79,25 @@ def test_its_data_are_those_of_the_page(make_run, tmp_path):
         pack = page.packs[f"chunk-0-{row['chunk']}"]
         assert pack["episodes"][row["key"]]["row"] | {"chunk": row["chunk"]} == row
     assert page.data["episodes"]["hop"]["chunks"] == len(page.packs)
+
+
+def test_a_file_is_whole_though_another_viewer_indexes_the_same_run(make_run, tmp_path):
+    run = make_run(tmp_path / "hop", steps=3)
+    index = RunIndex(run)
+    taken = threading.Event()
+
+    def write() -> None:
+        with cache.exclusive(index.file) as is_mine:
+            assert is_mine
+            taken.set()
+            time.sleep(0.5)
+
+    other = threading.Thread(target=write)
+    other.start()
+    taken.wait(10)
+    page = sent([run], tmp_path / "sent.html")
+    other.join()
+    assert len(page.episodes()) == page.data["episodes"]["hop"]["all"] == 15
 
 
 def test_several_runs_stand_in_one_file(make_run, tmp_path):

@@ -45,6 +45,9 @@ ROUND_BYTES = 64 * 2**20
 MAX_SCANNED = 128 * 2**20
 """Maximum bytes of records that one search looks at; the next request continues."""
 
+LOCKED_S = 0.05
+"""Seconds after which an index that another viewer writes is tried again."""
+
 BUSY_S = 10.0
 """Seconds for which an index that another process writes is waited for."""
 
@@ -130,7 +133,9 @@ class RunIndex:
         """Read about `most` bytes of new lines, and return whether there may be more."""
         with cache.exclusive(self.file) as is_mine:
             if not is_mine:
-                return False
+                # Another viewer writes; what it has not read yet is there to be read.
+                self._stop.wait(LOCKED_S)
+                return not self._stop.is_set()
             try:
                 return self._asked_once(lambda sql: self._update(sql, most))
             except sqlite3.DatabaseError as error:
