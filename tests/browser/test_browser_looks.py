@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 from kit.browser import SIZES, findings, fits, shown
+from kit.viewing import read_whole
 
 from turnwright_view.web import ViewerServer
 
@@ -120,18 +121,10 @@ def test_all_that_is_folded_fits_too(windows, server, size):
 
 def pictured(runs):
     """Pictures of the documentation: name, address, look, and what is done before it is taken."""
-    failed = next(
-        (
-            number
-            for number, line in enumerate(
-                (runs / "quickstart" / "training.jsonl").read_text().splitlines()
-            )
-            if (json.loads(line)["advantage"] or 0) < 0
-        ),
-        0,
-    )
     rows = (runs / "quickstart" / "training.jsonl").read_text().splitlines()
-    phase, step, task, sample, attempt = json.loads(rows[failed])["key"]
+    trained = [json.loads(row) for row in rows]
+    failed = [row for row in trained if (row["advantage"] or 0) < 0] or trained
+    phase, step, task, sample, attempt = failed[-2 if len(failed) > 1 else -1]["key"]
     key = f"{phase}/{step + 1}/{quote(task, safe='')}/{sample}/{attempt}"
     group = "/".join(key.split("/")[:3])
     seen = keys(runs / "quickstart-vlm")[0]
@@ -142,12 +135,8 @@ def pictured(runs):
     yield "viewer-list", f"{quickstart}/episodes", ("desk", "light"), None
     yield "viewer-group", f"{quickstart}/group/{group}", ("desk", "light"), None
     yield "viewer-conversation", f"{vlm}/episode/{seen}", ("desk", "light"), None
-    yield (
-        "viewer-tokens",
-        f"{quickstart}/episode/{key}?by=logprob",
-        ("desk", "light"),
-        ".tokens .token",
-    )
+    tokens = f"{quickstart}/episode/{key}?by=logprob"
+    yield "viewer-tokens", tokens, ("desk", "light"), (".tokens .token.l4", ".tokens .token")
     yield "viewer-trainer", f"{quickstart}/episode/{key}?view=trainer", ("desk", "light"), None
     yield "viewer-runs", "#/runs", ("desk", "light"), None
 
@@ -157,12 +146,14 @@ def test_pictures_of_the_documentation(windows, runs, tmp_path):
     out = Path(os.environ.get("PICTURES", tmp_path))
     server = ViewerServer([folder])
     server.start()
+    read_whole(server)
     try:
         for name, address, window, hovered in pictured(folder):
             page = windows[window]
             shown(page, server.url + address)
-            if hovered:
-                page.hover(hovered)
+            there = [selector for selector in hovered or () if page.query_selector(selector)]
+            if there:
+                page.hover(there[0])
             page.wait_for_timeout(400)
             page.screenshot(path=str(out / f"{name}.png"))
             assert (out / f"{name}.png").stat().st_size > 10_000

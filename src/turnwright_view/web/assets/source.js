@@ -33,7 +33,7 @@ export const source = {
   },
 
   async episodes(run, filter, start, most) {
-    if (!fromFile) return ask('/api/episodes', {...filter, run, start, most});
+    if (!fromFile) return filter.group ? wholeGroup(run, filter, start, most) : ask('/api/episodes', {...filter, run, start, most});
     const here = known(fromFile.episodes[run], 'run');
     const texts = filter.text ? await textsOf(run, here) : null;
     const rows = matching(here.rows, filter, texts);
@@ -58,10 +58,27 @@ export const source = {
   },
 };
 
+const INDEXING = 503;
+const PATIENCE = 120;
+
+// What is not indexed yet is asked for again, every half a second for a minute.
 async function ask(path, query) {
-  const answer = await fetch(path + queryOf(query));
+  let answer = await fetch(path + queryOf(query));
+  for (let tries = 0; answer.status === INDEXING && tries < PATIENCE; tries++) {
+    await new Promise((done) => setTimeout(done, 500));
+    answer = await fetch(path + queryOf(query));
+  }
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
+}
+
+// A group is whole when all is indexed.
+async function wholeGroup(run, filter, start, most) {
+  for (let tries = 0; ; tries++) {
+    const found = await ask('/api/episodes', {...filter, run, start, most});
+    if (found.rows.length || found.indexed.read >= found.indexed.size || tries >= PATIENCE) return found;
+    await new Promise((done) => setTimeout(done, 500));
+  }
 }
 
 function readFile() {

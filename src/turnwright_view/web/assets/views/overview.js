@@ -15,7 +15,8 @@ export function Overview({session, place, row, ready}) {
   const {value: run, error, stale} = useLoaded(() => source.overview(row.id), [row.id, round]);
 
   // A run that goes on has more rows, a finished one may be resumed.
-  useInterval(() => setRound((before) => before + 1), source.live ? (row.state === 'running' ? 2 : 10) : 0);
+  const changes = row.state === 'running' || (run && run.indexed.read < run.indexed.size);
+  useInterval(() => setRound((before) => before + 1), source.live ? (changes ? 2 : 10) : 0);
   useEffect(() => {
     if (run && !stale) ready();
   }, [run, place.hash]);
