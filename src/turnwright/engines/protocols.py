@@ -297,6 +297,7 @@ class Engine(Protocol):
     """Samples replies. `generate` is called from one event loop, with many calls in flight.
 
     Optional capabilities are separate protocols: `HasContextLimit`, `HasRenderer`,
+    `GivesAlternatives`,
     `NeedsRenderer`, `AcceptsPixelSource`, `SupportsWeightUpdate`, `SupportsSleep`. A rollout
     checks for them once, at construction.
     """
