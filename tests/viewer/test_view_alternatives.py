@@ -9,6 +9,7 @@ import pytest
 import turnwright as tw
 from turnwright.records import to_json, trajectory_row
 from turnwright.types import EpisodeKey, Origin, Span, Trajectory
+from turnwright_view import replay_loop
 from turnwright_view.web import episode as episode_module
 from turnwright_view.web.episode import episode_page
 from turnwright_view.web.index import RunIndex
@@ -62,3 +63,17 @@ def test_a_page_has_no_more_than_its_bound(tmp_path, monkeypatch, most, ids):
 def test_a_record_without_texts_or_numbers_has_none(tmp_path):
     _, reply, _ = spans_of_page(tmp_path, [[(97, math.inf)], [(98, -1.0)], [(99, -1.0)]])
     assert reply["alternatives"] == [[], [[98, "b", -1.0]], [[99, "c", -1.0]]]
+
+
+def test_a_replay_asks_for_none_and_finds_no_difference(tmp_path):
+    tw.rollout(
+        "hop",
+        tw.resolve_env("hop").tasks("train", 3),
+        tw.ScriptedEngine(lambda messages, rng: rng.choice(["lookup amber", "answer 7"])),
+        limits=tw.Limits(turns=4),
+        alternatives=2,
+        out=tmp_path / "run",
+    )
+    assert '"alternatives"' in (tmp_path / "run" / "journal.jsonl").read_text()
+    result = replay_loop(tmp_path / "run")
+    assert (result.episodes, result.differences) == (3, [])
