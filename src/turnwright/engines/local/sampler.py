@@ -132,7 +132,7 @@ class Sampler:
                 kind = (request.sampling, request.banned_ids, request.alternatives)
                 rows_of_kind.setdefault(kind, []).append(row)
 
-        found: dict[int, Alternatives] = {}
+        likeliest: dict[int, Alternatives] = {}
         for (sampling, banned, count), rows in rows_of_kind.items():
             padding = rows[:1] * (round_up_rows(len(rows)) - len(rows))
             taken = torch.tensor(rows + padding, device=logits.device)
@@ -144,8 +144,8 @@ class Sampler:
                 rows, ids.tolist(), logprobs.tolist(), strict=False
             ):
                 pairs = zip(row_ids, row_logprobs, strict=True)
-                found[row] = [pair for pair in pairs if math.isfinite(pair[1])]
-        return found
+                likeliest[row] = [pair for pair in pairs if math.isfinite(pair[1])]
+        return likeliest
 
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         """Return the first ids, [m] int64, whose cumulative weight exceeds the rows' uniform

@@ -413,8 +413,8 @@ def alternatives_of(
 ) -> list[list[tuple[int, float]]]:
     """Return the alternatives of each id, from rows of which `read` returns ids and logprobs.
 
-    Servers add the sampled id to the most likely ones, in front of them, and report a large
-    negative number for ids that cannot be sampled.
+    Servers may put the sampled id in front of the most likely ones, and report a large negative
+    number for ids that cannot be sampled. Raises `BackendContractError` for another form.
     """
     if not isinstance(rows, list) or len(rows) != len(ids):
         count = len(rows) if isinstance(rows, list) else "none"
