@@ -227,6 +227,8 @@ def request_row(
         row["stop"] = list(request.stop_text.texts)
     if request.banned_ids != banned_ids:
         row["banned"] = sorted(request.banned_ids)
+    if request.alternatives:
+        row["alternatives"] = request.alternatives
     return row
 
 
@@ -265,6 +267,7 @@ def read_request(
         min_version=int(row["min_version"]),
         stop_text=stop,
         reply_position=position,
+        alternatives=int(row.get("alternatives", 0)),
     )
 
 
@@ -282,6 +285,8 @@ def generation_row(generation: Generation) -> dict[str, Any]:
         "cache_version": generation.cache_version,
         "fixed": generation.fixed,
     }
+    if generation.alternatives:
+        row["alternatives"] = generation.alternatives
     if ROUTES in generation.extras:
         start, array = generation.extras[ROUTES]
         routes = ExpertRoutes.of(array)
@@ -314,6 +319,7 @@ def read_generation(row: Mapping[str, Any]) -> Generation:
         [(first, version) for first, version in row["later"]],
         row["cache_version"],
         row["fixed"],
+        [[(id_, logprob) for id_, logprob in of_id] for of_id in row.get("alternatives", ())],
     )
 
 

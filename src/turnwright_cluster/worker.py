@@ -69,6 +69,9 @@ FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractErr
 class RunEngine:
     """Engine of the run, as its workers reach it."""
 
+    gives_alternatives = True
+    """The run has refused an engine that does not."""
+
     def __init__(
         self, link: RunLink, welcome: Mapping[str, Any], banned_ids: frozenset[int]
     ) -> None:
@@ -222,7 +225,10 @@ class WorkerProcess:
             link.share(store)
             router = EventRouter(link.durable)
             engine = RunEngine(link, welcome, renderer.banned_ids)
-            keys = ("concurrency", "environments", "stop", "sanity", "sanity_share", "watchdog_s")
+            keys = (
+                *("concurrency", "environments", "stop", "alternatives"),
+                *("sanity", "sanity_share", "watchdog_s"),
+            )
             rollout = Rollout(
                 engine,
                 renderer,

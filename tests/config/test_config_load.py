@@ -424,6 +424,11 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
             "logprobs of the distribution before truncation",
         ),
         ('kind = "sglang"\n[rollout]\ntop_k = 20', "rollout.top_k = 20"),
+        (
+            'kind = "llamacpp"\nmissing_logprobs = "mask"\n[rollout]\nalternatives = 3',
+            'reports the most likely ids, and "llamacpp" does not',
+        ),
+        ("[rollout]\nalternatives = 21", "must be from 0 to 20"),
         ("[rollout]\ntop_p = 0.0", "must be above 0 and at most 1"),
         ('kind = "vlm"', "did you mean 'vllm'?"),
         ('kind = "vllm"\nurl = "http://a:1"', "did you mean 'engine.urls'"),

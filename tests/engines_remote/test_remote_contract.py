@@ -145,6 +145,55 @@ def test_a_breach_is_an_error_that_names_server_version_and_field(client, fault)
         assert version in str(caught.value)
 
 
+LIKELY_KINDS = ["generate", "completions", "sglang"]
+"""Routes that report the most likely ids."""
+
+
+@pytest.mark.parametrize("kind", LIKELY_KINDS)
+@pytest.mark.parametrize("most", [1, 3, 19, 20])
+@pytest.mark.parametrize(("temperature", "banned"), [(1.0, ()), (0.7, (2, 5)), (0.0, ())])
+def test_alternatives_are_the_most_likely_ids(running, kind, most, temperature, banned):
+    name, make = KINDS[kind]
+    request = question(
+        sampling=Sampling(temperature), banned_ids=frozenset(banned), alternatives=most
+    )
+    for found in ask(make, running[name], request, times=4):
+        check_generation(found, request, "test")
+        rows, last = kit.table(1), kit.PROMPT[-1]
+        for token, likely in zip(found.ids, found.alternatives, strict=True):
+            row = kit.tempered(rows[last], temperature or 1.0, banned)
+            best = sorted(range(kit.IDS), key=lambda id_, row=row: -row[id_])
+            # Of 20 vLLM may report 19, and the sampled one in place of the last.
+            count = len(likely) if (kind, most) == ("generate", 20) else most
+            assert count in (most, 19)
+            assert [id_ for id_, _ in likely] == best[:count]
+            assert [p for _, p in likely] == pytest.approx([row[i] for i in best[:count]])
+            last = token
+
+
+@pytest.mark.parametrize("kind", LIKELY_KINDS)
+def test_alternatives_are_asked_for_where_they_are_wanted_only(running, kind):
+    name, make = KINDS[kind]
+    for most, sent in ((0, (0, None)), (4, (5, 4, 4))):
+        found = ask(make, running[name], question(alternatives=most))
+        assert len(found.alternatives) == (len(found.ids) if most else 0)
+        body = [row["body"] for row in running[name].seen() if "abort" not in row["path"]][-1]
+        asked = body.get("top_logprobs_num"), body.get("sampling_params", body).get("logprobs")
+        assert set(asked) - {None} <= set(sent)
+
+
+@pytest.mark.parametrize("kind", LIKELY_KINDS)
+@pytest.mark.parametrize("fault", ["no_likely", "twice_likely"])
+def test_alternatives_that_do_not_fit_are_a_breach(running, kind, fault):
+    name, make = KINDS[kind]
+    if (kind, fault) == ("completions", "twice_likely"):
+        fault = "no_likely"  # a table has no id twice
+    running[name].fault(fault)
+    with pytest.raises(BackendContractError, match=r"top_logprobs|most likely ids") as caught:
+        ask(make, running[name], question(alternatives=3))
+    assert running[name].url in str(caught.value)
+
+
 @pytest.mark.parametrize("make", [KINDS["generate"][1], KINDS["completions"][1]])
 def test_vllms_word_for_no_logprob_is_none(running, make):
     running["vllm"].fault("floor")

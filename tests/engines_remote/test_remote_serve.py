@@ -78,6 +78,48 @@ def test_ids_and_logprobs_are_the_models(directory, kind, temperature, banned):
         assert generation.logprobs == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "route"), [("vllm", "generate"), ("vllm", "completions"), ("sglang", None)]
+)
+def test_alternatives_are_those_of_the_engine_behind_it(directory, kind, route):
+    """To the bit, also of a reply that a pause holds."""
+
+    def asked(seed, **more):
+        return Request(
+            PROMPT,
+            24,
+            frozenset({5}),
+            seed,
+            f"s{seed}",
+            sampling=Sampling(0.9, top_k=30),
+            banned_ids=frozenset({11, 12}),
+            **more,
+        )
+
+    async def work(client, app, url):
+        generate = app.engine.generate
+        inside = [await generate(asked(seed, alternatives=4)) for seed in range(3)]
+        begun = beginning(app, 3)
+        sampling = [
+            asyncio.ensure_future(client.generate(asked(seed, alternatives=4))) for seed in range(3)
+        ]
+        await begun.wait()
+        await app.replies.pause("hold")
+        app.replies.resume()
+        served = await asyncio.gather(*sampling)
+        plain = await client.generate(asked(0))
+        return inside, served, plain
+
+    options = {"route": route} if route else {}
+    inside, served, plain = run(directory, kind, work, **options)
+    assert [reply.ids for reply in served] == [reply.ids for reply in inside]
+    for seed, (reply, own) in enumerate(zip(served, inside, strict=True)):
+        check_generation(reply, asked(seed, alternatives=4), "served")
+        assert reply.alternatives == own.alternatives
+    assert plain.ids == inside[0].ids
+    assert plain.alternatives == ()
+
+
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_its_queue_and_its_cache_are_reported_in_the_servers_own_forms(
     directory, kind, monkeypatch

@@ -109,6 +109,16 @@ class State:
                 return ids, logprobs, "stop"
         return ids, logprobs, "length"
 
+    def likeliest(self, prompt, ids, most, temperature, banned, model=None):
+        """At each position the ids with the highest logprobs, those of impossible ids as servers
+        report them."""
+        rows, ranked = self.adapters.get(model, self.rows), []
+        for last in [prompt[-1], *ids][: len(ids)]:
+            row = tempered(rows[last % IDS], temperature or 1.0, banned)
+            by_logprob = sorted(enumerate(row), key=lambda pair: -pair[1])
+            ranked.append([(i, max(p, -9999.0)) for i, p in by_logprob][:most])
+        return ranked
+
     def scores(self, ids, model=None):
         if self.gone:
             os._exit(1)
@@ -407,6 +417,10 @@ class Handler(BaseHTTPRequestHandler):
         "drop": lambda a: a["completion_probabilities"].__delitem__(slice(1, None, 3)),
     }
     sglang_broken: ClassVar = {
+        "no_likely": lambda a: a["meta_info"].pop("output_top_logprobs"),
+        "twice_likely": lambda a: [
+            row.append(row[0]) for row in a["meta_info"]["output_top_logprobs"]
+        ],
         "echo": lambda a: a["meta_info"].update(prompt_tokens=a["meta_info"]["prompt_tokens"] + 1),
         "no_logprobs": lambda a: a["meta_info"].pop("output_token_logprobs"),
         "nan": lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, math.nan),
@@ -421,6 +435,10 @@ class Handler(BaseHTTPRequestHandler):
         ),
     }
     vllm_broken: ClassVar = {
+        "no_likely": lambda a: [row.pop("top_logprobs") for row in likely_rows(a)],
+        "twice_likely": lambda a: [
+            row["top_logprobs"].append(row["top_logprobs"][0]) for row in likely_rows(a)
+        ],
         "echo": lambda a: (a if "prompt_token_ids" in a else a["choices"][0])[
             "prompt_token_ids"
         ].__setitem__(2, 1),
@@ -467,11 +485,11 @@ class Handler(BaseHTTPRequestHandler):
             "prompt_token_ids": prompt,
             "finish_reason": finish,
         }
-        choice |= {
-            "stop_reason": None,
-            "logprobs": {"token_logprobs": logprobs},
-            "prompt_logprobs": scored,
-        }
+        reported = {"token_logprobs": logprobs}
+        if body.get("logprobs"):
+            rows = self.beside_sampled(prompt, ids, logprobs, body, body["model"])
+            reported["top_logprobs"] = [{f"token_id:{i}": p for i, p, _ in row} for row in rows]
+        choice |= {"stop_reason": None, "logprobs": reported, "prompt_logprobs": scored}
         return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
 
     def vllm_inference_v1_generate(self, body):
@@ -487,6 +505,14 @@ class Handler(BaseHTTPRequestHandler):
             {"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []}
             for i, p in zip(ids, logprobs, strict=True)
         ]
+        sampling = body["sampling_params"]
+        if sampling.get("logprobs"):
+            rows = self.beside_sampled(prompt, ids, logprobs, sampling, body["model"])
+            for entry, row in zip(content, rows, strict=True):
+                entry["top_logprobs"] = [
+                    {"token_id": i, "logprob": p, "rank": rank}
+                    for i, p, rank in row[: sampling["logprobs"]]
+                ]
         choice = {
             "index": 0,
             "token_ids": ids,
@@ -569,6 +595,20 @@ class Handler(BaseHTTPRequestHandler):
         stops = set(sampling.get("stop_token_ids") or ())
         most = sampling.get("max_tokens", sampling.get("max_new_tokens", 16))
         return STATE.sample(prompt, most, sampling["temperature"], banned, stops, model)
+
+    def likeliest(self, prompt, ids, sampling, most, model=None):
+        banned = {int(token) for token in sampling.get("logit_bias") or {}}
+        return STATE.likeliest(prompt, ids, most, sampling["temperature"], banned, model)
+
+    def beside_sampled(self, prompt, ids, logprobs, sampling, model):
+        """As vLLM has them: the sampled id first, then the others of the most likely ones, each
+        with its rank."""
+        most = sampling["logprobs"]
+        every = self.likeliest(prompt, ids, sampling, IDS, model)
+        for id_, logprob, ranked in zip(ids, logprobs, every, strict=True):
+            ranks = {other: rank for rank, (other, _) in enumerate(ranked, 1)}
+            others = [(other, p) for other, p in ranked[:most] if other != id_]
+            yield [(i, p, ranks[i]) for i, p in [(id_, logprob), *others]]
 
     def vllm_pause(self, body):
         STATE.paused = True
@@ -660,6 +700,11 @@ class Handler(BaseHTTPRequestHandler):
                 "spec_verify_ct": 1,
             }
         meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
+        if body.get("top_logprobs_num"):
+            rows = self.likeliest(
+                prompt, ids, sampling, body["top_logprobs_num"], body.get("lora_path")
+            )
+            meta["output_top_logprobs"] = [[[p, i, None] for i, p in row] for row in rows]
         if body.get("logprob_start_len") == 0:
             scores = [None, *STATE.scores(prompt, body.get("lora_path"))]
             named = [i if i < IDS - 1 else 0 for i in prompt]  # as SGLang 0.5.19 does
@@ -762,6 +807,12 @@ def first_logprob(answer, value) -> None:
         rows["content"][0]["logprob"] = value
     else:
         rows["token_logprobs"][0] = value
+
+
+def likely_rows(answer) -> list:
+    """What holds `top_logprobs`: each position, or the logprobs of all."""
+    rows = answer["choices"][0]["logprobs"]
+    return rows.get("content") or [rows]
 
 
 def read_weights(directory) -> int:

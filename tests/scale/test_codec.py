@@ -129,6 +129,7 @@ def test_an_engine_call_and_its_answer_arrive_as_they_were():
         "min_version": 3,
         "banned_ids": banned,
         "routes_from": 1,
+        "alternatives": 4,
     }.items():
         setattr(request, field, value)
     ends = Contexts(), Contexts()
@@ -149,8 +150,10 @@ def test_an_engine_call_and_its_answer_arrive_as_they_were():
     answer = Generation(
         [1, 2], [-0.1, None], "stop", 4, 9, {ROUTES: (2, routes)}, "mask", 3, 1, [(1, 5)], 3, True
     )
-    again = read_generation(json.loads(dumps(generation_row(answer))))
-    assert again == answer
+    for alternatives in ([], [[(1, -0.1), (9, -2.5)], [(7, -0.25)]]):
+        answer.alternatives = alternatives
+        again = read_generation(json.loads(dumps(generation_row(answer))))
+        assert again == answer
 
 
 def test_the_end_of_a_group_arrives_as_it_was():

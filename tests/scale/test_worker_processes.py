@@ -19,6 +19,8 @@ from kit.workers import (
     write_recipe,
 )
 
+from turnwright.records.serialization import read_trajectories
+
 
 def trained_once(run: Path) -> Counter:
     """Groups of the training batches by how often an episode of theirs was closed."""
@@ -59,6 +61,9 @@ def test_one_worker_gives_the_weights_of_one_process_bit_for_bit(alone, tmp_path
                 tmp_path / "run",
                 "--scale.listen",
                 f"127.0.0.1:{port}",
+                # The run without workers records none, and its weights are the same.
+                "--rollout.alternatives",
+                "3",
                 log=log,
             )
         )
@@ -77,6 +82,9 @@ def test_one_worker_gives_the_weights_of_one_process_bit_for_bit(alone, tmp_path
     assert final_weights(tmp_path / "run") == final_weights(alone)
     assert set(trained_once(tmp_path / "run").values()) == {1}
     assert not events(tmp_path / "run", "asked_again")
+    for trajectory in read_trajectories(tmp_path / "run"):
+        for span in trajectory.spans:
+            assert [len(likely) for likely in span.alternatives] == [3] * sum(span.mask)
 
 
 def test_a_worker_killed_in_the_middle_of_its_groups_costs_no_group(alone, tmp_path):

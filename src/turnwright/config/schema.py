@@ -869,6 +869,9 @@ class RolloutConfig(Section):
     stop: tuple[Annotated[str, Valid(stop_error)], ...] = ()
     """Texts that end a reply, in addition to the model's end tokens; the text for the environment
     ends right after them."""
+    alternatives: Annotated[int, Ge(0), Le(20)] = 0
+    """Most likely ids recorded with each sampled id, with their logprobs, for the viewer to show;
+    0 records none. `local`, `vllm` and `sglang` engines report them."""
     watchdog_s: PositiveFloat = 120.0
     """Seconds without progress before pending work is printed (also on SIGUSR1, with stacks)."""
     control_text: ControlText = "neutralise"
@@ -894,6 +897,12 @@ class RolloutConfig(Section):
         """Yield what the engine or the advantage does not allow."""
         if self.history == "inline" and self.function:
             yield "history", "is for environments; a play function chooses what follows a reply"
+        if self.alternatives and run.engine.kind in ("chat", "llamacpp"):
+            why = (
+                f'needs an engine that reports the most likely ids, and "{run.engine.kind}" does '
+                'not; use "local", "vllm" or "sglang", or leave it out'
+            )
+            yield "alternatives", why
         if not context.training:
             return
         if self.adapt is not None and len(run.env) < 2 and not context.has_objects:

@@ -27,6 +27,7 @@ from turnwright.engines.protocols import (
     SupportsSleep,
     add_pixel_source,
     give_renderer,
+    gives_alternatives,
 )
 from turnwright.errors import UsageError
 from turnwright.types.seeds import derive_seed
@@ -137,6 +138,11 @@ class PolicyEngine:
         return min(limits, default=None)
 
     @property
+    def gives_alternatives(self) -> bool:
+        """Whether every engine returns the most likely ids with each sampled one."""
+        return all(map(gives_alternatives, self.engines.values()))
+
+    @property
     def renderer(self) -> Any:
         """Renderer of the first engine that has one."""
         for engine in self.engines.values():
@@ -171,6 +177,8 @@ class PastVersions:
 
     context = None
     """Its engines have the limit of the policy that they are versions of."""
+    gives_alternatives = True
+    """Its engines are in this process."""
 
     def __init__(
         self,

@@ -21,13 +21,25 @@ from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwright.errors import BackendContractError, UsageError
-from turnwright.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling, Tools
+from turnwright.types import (
+    ROUTES,
+    Alternatives,
+    ExpertRoutes,
+    MediaPlacement,
+    Message,
+    Sampling,
+    Tools,
+)
 
 Decode = Callable[[Sequence[int]], str]
 Finish = Literal["stop", "length", "abort"]
 MissingLogprobs = Literal["error", "mask", "recompute"]
 InFlight = Literal["recompute", "salt", "keep"]
 _UNMODIFIED = Sampling()
+LOGPROB_TOLERANCE = 1e-3
+"""Maximum difference of two logprobs of one id, in nats."""
+MAX_ALTERNATIVES = 20
+"""Maximum of `Request.alternatives`; vLLM reports no more unless it is started with another."""
 
 
 class StopText:
@@ -181,6 +193,9 @@ class Request:
     continue at this position."""
     tools: Tools = ()
     """Tools that `ids` offer, for evaluation chat endpoints."""
+    alternatives: int = 0
+    """Number of most likely ids to return with each sampled one, for engines that have
+    `gives_alternatives`."""
 
     def continued(self, part: Generation) -> Request:
         """Return the request that continues this one's reply after its first ids."""
@@ -235,6 +250,9 @@ class Generation:
     fixed: bool = False
     """Whether a policy that is not trained sampled it: its version may be older than
     `Request.min_version`."""
+    alternatives: Sequence[Alternatives] = ()
+    """For each id the most likely ids at its position, if the request asks for any; at most so
+    many, and fewer where the distribution has fewer."""
 
     def joined(self, later: Generation) -> Generation:
         """Return this part of a reply together with what the engine sampled for the rest.
@@ -262,6 +280,7 @@ class Generation:
             drafted=self.drafted + later.drafted,
             accepted=self.accepted + later.accepted,
             later_versions=changes,
+            alternatives=[*self.alternatives, *later.alternatives],
         )
 
 
@@ -278,6 +297,7 @@ class Engine(Protocol):
     """Samples replies. `generate` is called from one event loop, with many calls in flight.
 
     Optional capabilities are separate protocols: `HasContextLimit`, `HasRenderer`,
+    `GivesAlternatives`,
     `NeedsRenderer`, `AcceptsPixelSource`, `SupportsWeightUpdate`, `SupportsSleep`. A rollout
     checks for them once, at construction.
     """
@@ -315,6 +335,20 @@ class HasRenderer(Protocol):
     @property
     def renderer(self) -> Any:
         """Renderer of the model, or None."""
+
+
+@runtime_checkable
+class GivesAlternatives(Protocol):
+    """Engine that may return the most likely ids with each sampled one."""
+
+    @property
+    def gives_alternatives(self) -> bool:
+        """Whether it does, for a request with `alternatives`."""
+
+
+def gives_alternatives(engine: Engine) -> bool:
+    """Return whether an engine returns the most likely ids where a request asks for them."""
+    return isinstance(engine, GivesAlternatives) and engine.gives_alternatives
 
 
 @runtime_checkable
@@ -436,10 +470,9 @@ def _find_fault(generation: Generation, request: Request) -> str:
         return f"returned {returned} logprobs for {len(ids)} ids"
     if len(ids) > request.max_tokens:
         return f"returned {len(ids)} ids; at most {request.max_tokens} were requested"
-    if ROUTES in generation.extras:
-        fault = _routes_fault(generation, request)
-        if fault:
-            return fault
+    fault = _extras_fault(generation, request)
+    if fault:
+        return fault
     if not ids:
         return "" if finish == "abort" else f"returned no ids with the finish reason {finish!r}"
 
@@ -464,6 +497,16 @@ def _find_fault(generation: Generation, request: Request) -> str:
     return _numbers_fault(ids, logprobs)
 
 
+def _extras_fault(generation: Generation, request: Request) -> str:
+    """Return the violation in what came besides ids and logprobs, or an empty string."""
+    fault = ""
+    if ROUTES in generation.extras:
+        fault = _routes_fault(generation, request)
+    if not fault and (request.alternatives or generation.alternatives):
+        fault = _alternatives_fault(generation, request)
+    return fault
+
+
 def _routes_fault(generation: Generation, request: Request) -> str:
     start, routes = generation.extras[ROUTES]
     try:
@@ -477,6 +520,31 @@ def _routes_fault(generation: Generation, request: Request) -> str:
             f"returned routes of positions {start} to {start + count}; those from "
             f"{request.routes_from} on, of {total} ids were requested"
         )
+    return ""
+
+
+def _alternatives_fault(generation: Generation, request: Request) -> str:
+    most = request.alternatives
+    if len(generation.alternatives) != (len(generation.ids) if most else 0):
+        return (
+            f"returned alternatives of {len(generation.alternatives)} ids for "
+            f"{len(generation.ids)} ids, and {most} of each were requested"
+        )
+
+    sampled = zip(generation.ids, generation.logprobs, strict=True)
+    for (id_, logprob), alternatives in zip(sampled, generation.alternatives, strict=True):
+        logprobs = dict(alternatives)
+        if not 0 < len(alternatives) <= most or len(logprobs) != len(alternatives):
+            return f"returned the alternatives {list(alternatives)!r:.200}; {most} were requested"
+        if not all(map(isfinite, logprobs.values())):
+            return "returned an alternative whose logprob is not finite"
+        if any(later > former for former, later in pairwise(logprobs.values())):
+            return "returned alternatives that are not in the order of their logprobs"
+        if logprob is not None and abs(logprobs.get(id_, logprob) - logprob) > LOGPROB_TOLERANCE:
+            return (
+                f"returned the logprob {logprob:g} of the sampled id {id_}, and "
+                f"{logprobs[id_]:g} of the same id among its alternatives"
+            )
     return ""
 
 

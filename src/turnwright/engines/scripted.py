@@ -25,7 +25,7 @@ class ScriptedEngine:
     function `(messages, rng) -> reply` gets the messages and a generator seeded by the request.
 
     A reply is text, encoded by the renderer with the end of the turn, or ids, used as they are.
-    Every logprob is 0.0: the script leaves no choice.
+    Every logprob is 0.0: the script leaves no choice, so an id has itself as its only alternative.
 
     Example::
 
@@ -34,6 +34,7 @@ class ScriptedEngine:
 
     context: int | None = None
     version = 0
+    gives_alternatives = True
 
     def __init__(self, replies: Sequence[Reply] | Script, *, renderer: Any = None) -> None:
         if isinstance(replies, str):
@@ -89,7 +90,10 @@ class ScriptedEngine:
         if stop_count:
             ids = ids[:stop_count]
         finish: Finish = "stop" if stop_count or ids[-1] in request.stop_ids else "length"
-        return Generation(ids, [0.0] * len(ids), finish, self.version)
+        generation = Generation(ids, [0.0] * len(ids), finish, self.version)
+        if request.alternatives:
+            generation.alternatives = [[(id_, 0.0)] for id_ in ids]
+        return generation
 
     def release(self, session: str) -> None:
         """Do nothing: sessions have no state."""

@@ -87,6 +87,8 @@ def span_row(span: Span) -> dict[str, Any]:
         row["version"] = span.version
         if span.cache_version is not None:
             row["cache_version"] = span.cache_version
+        if span.alternatives:
+            row["alternatives"] = span.alternatives
     if span.sampling is not None:
         row["sampling"] = span.sampling.to_dict()
 
@@ -334,6 +336,11 @@ def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]
         recorded_span["text"] = decoder.decode(span.ids)
         if span.sampled:
             recorded_span["tokens"] = decoder.token_texts(span.ids)
+        if span.alternatives:
+            recorded_span["alternative_tokens"] = [
+                decoder.token_texts([id_ for id_, _ in alternatives])
+                for alternatives in span.alternatives
+            ]
         span_rows.append(recorded_span)
 
     row = {
@@ -358,6 +365,9 @@ def read_span(row: Mapping[str, Any]) -> Span:
     if logprobs is not None:
         logprobs = tuple(logprobs)
 
+    alternatives = tuple(
+        tuple((id_, logprob) for id_, logprob in of_id) for of_id in row.get("alternatives", ())
+    )
     sampling = None
     if "sampling" in row:
         sampling = SamplingDistribution.from_dict(row["sampling"])
@@ -375,6 +385,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         untrained_from=row.get("untrained_from", 0),
         sampling=sampling,
         cache_version=row.get("cache_version"),
+        alternatives=alternatives,
     )
 
 

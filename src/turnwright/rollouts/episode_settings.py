@@ -26,6 +26,8 @@ class EpisodeSettings:
     """Maximum ids of prompt and reply in the engine; applies in addition to `limits`."""
     want: frozenset[str] = frozenset()
     """Engine extras to ask for."""
+    alternatives: int = 0
+    """Most likely ids to ask for with each sampled id."""
     min_version: int = 0
     """Oldest policy version that may sample."""
     blank: bool = False

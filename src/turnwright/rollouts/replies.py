@@ -32,6 +32,7 @@ from turnwright.rollouts.resume import recorded_generation
 from turnwright.rollouts.retries import Retries
 from turnwright.rollouts.timeouts import Deadline, EpisodePlace
 from turnwright.types import (
+    Alternatives,
     ContentPart,
     Message,
     Origin,
@@ -233,6 +234,7 @@ class ReplySampler:
             stop_text=stop,
             reply_position=len(ids),
             tools=path.tools,
+            alternatives=self._settings.alternatives,
         )
 
     async def _call(
@@ -401,6 +403,7 @@ def reply_spans(
     """
     ids = tuple(generation.ids)
     logprobs = tuple(generation.logprobs)
+    alternatives = tuple(map(_shortened, generation.alternatives))
 
     # Where a logprob is an error, `check_generation` has refused replies without.
     lacks_logprobs = generation.missing_logprobs != "error" and None in logprobs
@@ -415,6 +418,7 @@ def reply_spans(
                 agent=agent,
                 sampling=sampling,
                 cache_version=generation.cache_version,
+                alternatives=alternatives,
             ),
         )
 
@@ -433,9 +437,15 @@ def reply_spans(
                     untrained=run.untrained,
                     sampling=sampling,
                     cache_version=generation.cache_version,
+                    alternatives=alternatives[begin:end],
                 )
             )
     return spans
+
+
+def _shortened(alternatives: Alternatives) -> Alternatives:
+    """Return alternatives with logprobs of 7 digits: those of float32, in half as many bytes."""
+    return tuple((id_, float(f"{logprob:.7g}")) for id_, logprob in alternatives)
 
 
 def _by_version(generation: Generation, run: _Run) -> Iterator[tuple[int, int, int]]:

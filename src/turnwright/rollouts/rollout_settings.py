@@ -10,6 +10,7 @@ from turnwright.config import EvalConfig, Limits, RolloutConfig, RunConfig
 from turnwright.config.schema import SanityShare
 from turnwright.config.values import check_section
 from turnwright.engines import Sampling
+from turnwright.engines.protocols import MAX_ALTERNATIVES
 from turnwright.errors import UsageError
 from turnwright.renderers.history import History
 from turnwright.rollouts.engine_extras import parse_extras
@@ -33,7 +34,8 @@ class RolloutSettings:
 
     Raises:
         ConfigError: for limits out of range.
-        UsageError: for a concurrency or a number of environments under 1, or an unknown extra.
+        UsageError: for a concurrency or a number of environments under 1, or an unknown extra,
+            or a number of alternatives that is not 0 to 20.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -49,6 +51,8 @@ class RolloutSettings:
     """A mode or a policy by name, or a policy as an object."""
     want: Sequence[str] = ()
     """Engine extras to ask for."""
+    alternatives: int = 0
+    """Most likely ids to record with each sampled id, at most 20."""
     sanity: Sanity = "strict"
     sanity_share: SanityShare = SHARE
     """Share of episodes to check at their last turn; `turns` checks each turn of each episode."""
@@ -65,6 +69,10 @@ class RolloutSettings:
             raise UsageError(f"concurrency must be at least 1, not {self.concurrency}")
         if self.environments is not None and self.environments < 1:
             raise UsageError(f"environments must be at least 1, or None, not {self.environments}")
+        if not 0 <= self.alternatives <= MAX_ALTERNATIVES:
+            raise UsageError(
+                f"alternatives must be 0 to {MAX_ALTERNATIVES}, not {self.alternatives}"
+            )
 
     @classmethod
     def of(cls, config: RunConfig, **changes: Any) -> RolloutSettings:
@@ -81,5 +89,6 @@ class RolloutSettings:
             sanity=rollout.sanity,
             sanity_share=rollout.sanity_share,
             watchdog_s=rollout.watchdog_s,
+            alternatives=rollout.alternatives,
         )
         return replace(settings, **changes)

@@ -23,7 +23,7 @@ from turnwright.config import EnvRules, Limits
 from turnwright.config.names import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwright.config.values import values_of
 from turnwright.engines import Engine, HasContextLimit, Sampling, StopText
-from turnwright.engines.protocols import add_pixel_source, give_renderer
+from turnwright.engines.protocols import add_pixel_source, give_renderer, gives_alternatives
 from turnwright.envs import Env, Scores
 from turnwright.envs.isolation.process_env import ProcessEnvFactories
 from turnwright.envs.resolve import load_object
@@ -188,9 +188,16 @@ class Rollout:
             on_finished: receives each finished episode; it must not raise.
 
         Raises:
-            UsageError: for an empty stop text, an unknown history or sanity check.
+            UsageError: for an empty stop text, an unknown history or sanity check, or
+                alternatives of an engine that does not return them.
         """
         settings = settings or RolloutSettings()
+        if settings.alternatives and not gives_alternatives(engine):
+            raise UsageError(
+                f"alternatives = {settings.alternatives}: {type(engine).__name__} does not return "
+                "the most likely ids; the local engine, vLLM and SGLang do; leave it out, or use "
+                "one of these"
+            )
         self.engine = engine
         self.renderer = renderer
         self.settings = settings
@@ -553,6 +560,7 @@ class Rollout:
             max_turns=episode.max_turns,
             context=None if self._context_source is None else self._context_source.context,
             want=request.want,
+            alternatives=self.settings.alternatives,
             min_version=request.min_version,
             blank=request.blank,
         )

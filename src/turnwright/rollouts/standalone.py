@@ -64,6 +64,7 @@ async def arollout(
     sanity: Sanity = "strict",
     sanity_share: SanityShare = SHARE,
     want: Sequence[str] = (),
+    alternatives: int = 0,
     progress: bool | None = None,
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
@@ -114,6 +115,8 @@ async def arollout(
             turn of all.
         want: engine extras to request besides ids and logprobs: `routes`, the experts of every
             position (`Sample.routes`).
+        alternatives: most likely ids recorded with each sampled id (`Span.alternatives`), at most
+            20; engines in this process, vLLM and SGLang return them.
         progress: whether a progress bar is shown; None shows it in notebooks and where standard
             error is a terminal.
 
@@ -157,6 +160,7 @@ async def arollout(
             sanity=sanity,
             sanity_share=sanity_share,
             want=want,
+            alternatives=alternatives,
         )
         runner = Rollout(engine, renderer, settings, run=run, on_finished=counted.finished)
         episodes = make_episode_specs(

@@ -32,6 +32,7 @@ from turnwright.types.outcomes import Failure, FailureKind, Status, StopReason
 from turnwright.types.sampling import Sampling, SamplingDistribution, is_finite_number
 from turnwright.types.trajectory import (
     FAILED_ATTEMPT,
+    Alternatives,
     EpisodeKey,
     Group,
     GroupKey,
@@ -49,6 +50,7 @@ __all__ = [
     "FAILED_ATTEMPT",
     "NO_AUDIO",
     "ROUTES",
+    "Alternatives",
     "ContentPart",
     "EpisodeKey",
     "ExpertRoutes",

@@ -137,6 +137,8 @@ def _stable_repr(value: Any) -> str:
 FAILED_ATTEMPT = "failed_attempt"
 """Untrained reason: ids were sampled in a failed attempt."""
 
+Alternatives = Sequence[tuple[int, float]]
+"""The most likely ids at one position with their logprobs, likeliest first."""
 Slot = tuple[int, int]
 """Index of a span in `Trajectory.spans`, and offset of one of its ids."""
 
@@ -194,6 +196,9 @@ class Span:
     cache_version: int | None = None
     """Oldest policy version whose weights computed a part of the cached context of these ids;
     None means `version`."""
+    alternatives: Sequence[Alternatives] = ()
+    """For each id the most likely ids at its position, under the sampling distribution, with
+    logprobs of 7 digits; empty unless they were requested."""
 
     @property
     def end(self) -> int:

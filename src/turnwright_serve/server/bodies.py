@@ -86,6 +86,8 @@ class Settings(Body):
     stop_token_ids: Annotated[list[Id], Field(max_length=10_000, fail_fast=True)] | None = None
     logit_bias: dict[Id, Annotated[float, Field(le=BAN)]] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=1000, fail_fast=True)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    """Number of most likely ids to report with each sampled id."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     """Number of most likely ids to report at each id of the prompt, besides that id."""
     score_temperature: Annotated[float, Field(gt=0)] | None = None
@@ -137,6 +139,8 @@ class Generate(Body):
     rid: Name | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+    """Number of most likely ids to report with each id, sampled ones and those of a scored
+    prompt."""
 
     def take_urls(self) -> list[str]:
         """Return the images and drop them, so that they are not kept until the reply is there."""

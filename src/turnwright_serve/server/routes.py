@@ -134,10 +134,11 @@ class EngineService:
         media: tuple[MediaPlacement, ...] = (),
         routes_from: int | None = None,
         *,
+        alternatives: int = 0,
         scored: bool = False,
     ) -> tuple[Generation, list[Span]]:
-        """Sample one reply, with its experts from `routes_from` on; return it with the names of the
-        weights of its ids.
+        """Sample one reply, with its experts from `routes_from` on and so many `alternatives` of
+        each id; return it with the names of the weights of its ids.
 
         With `max_tokens` 0 nothing is sampled, so that the scores of a `scored` prompt wait for no
         pass of the engine.
@@ -172,6 +173,7 @@ class EngineService:
             media=media,
             extras=frozenset() if routes_from is None else frozenset([ROUTES]),
             routes_from=routes_from or 0,
+            alternatives=alternatives,
         )
         return await self.replies.sample(request, name)
 
@@ -312,6 +314,7 @@ class EngineService:
                     body.max_tokens,
                     session,
                     routes_from=self._all_experts,
+                    alternatives=body.logprobs or 0,
                     scored=scored is not None,
                 )
             )
@@ -319,6 +322,12 @@ class EngineService:
 
         choices: list[dict[str, Any]] = []
         for index, reply in enumerate(replies):
+            logprobs: dict[str, Any] = {"token_logprobs": reply.logprobs}
+            if reply.alternatives:
+                logprobs["top_logprobs"] = [
+                    {f"token_id:{id}": logprob for id, logprob in likeliest}
+                    for likeliest in reply.alternatives
+                ]
             choice = {
                 "index": index,
                 "text": self.decode(reply.ids),
@@ -326,7 +335,7 @@ class EngineService:
                 "prompt_token_ids": ids,
                 "finish_reason": reply.finish,
                 "stop_reason": None,
-                "logprobs": {"token_logprobs": reply.logprobs},
+                "logprobs": logprobs,
                 "prompt_logprobs": scored,
             }
             choices.append(choice | _npy_experts(reply))
@@ -348,13 +357,19 @@ class EngineService:
             call.headers.get("x-session-id", ""),
             media,
             self._all_experts,
+            alternatives=settings.logprobs or 0,
             scored=scored is not None,
         )
 
-        content = [
+        content: list[dict[str, Any]] = [
             {"token_id": id, "logprob": logprob}
             for id, logprob in zip(reply.ids, reply.logprobs, strict=True)
         ]
+        for row, likeliest in zip(content, reply.alternatives, strict=False):
+            row["top_logprobs"] = [
+                {"token_id": id, "logprob": logprob, "rank": rank}
+                for rank, (id, logprob) in enumerate(likeliest, 1)
+            ]
         choice = {
             "index": 0,
             "token_ids": reply.ids,
@@ -501,6 +516,7 @@ class EngineService:
             call.headers.get("x-smg-routing-key", ""),
             media,
             body.routed_experts_start_len if body.return_routed_experts else None,
+            alternatives=body.top_logprobs_num,
             scored=is_scored,
         )
         experts = _experts_of(reply)
@@ -518,6 +534,11 @@ class EngineService:
                 [logprob, id, None] for id, logprob in zip(reply.ids, reply.logprobs, strict=True)
             ],
         }
+        if reply.alternatives:
+            meta["output_top_logprobs"] = [
+                [[logprob, id, None] for id, logprob in likeliest]
+                for likeliest in reply.alternatives
+            ]
         if reply.drafted:
             meta |= {
                 "spec_num_proposed_drafts": reply.drafted,

@@ -27,6 +27,9 @@ from turnwright_view.web.token_states import FROZEN, Training, states_of
 MAX_TOKENS = 20_000
 """Maximum ids of a page with their metrics."""
 
+MAX_ALTERNATIVES = 100_000
+"""Maximum alternatives of a page: five of each id that it has."""
+
 MAX_IDS = 200
 """Maximum ids of a span that has no metrics."""
 
@@ -119,6 +122,7 @@ def _spans(
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     weights = _weights(turns, spans)
     left = MAX_TOKENS
+    alternatives_left = MAX_ALTERNATIVES
     pages = []
     for index, span in enumerate(spans):
         is_frozen = policies.is_frozen(span)
@@ -128,6 +132,11 @@ def _spans(
             page["untrained"] = FROZEN
             page["untrained_from"] = 0
         left -= len(page.get("tokens") or ())
+
+        alternatives = _alternatives(span, len(page.get("tokens") or ()), alternatives_left)
+        if alternatives:
+            page["alternatives"] = alternatives
+            alternatives_left -= sum(map(len, alternatives))
         pages.append(page)
     return pages
 
@@ -173,6 +182,30 @@ def _span(
     page["weights"] = None if weights is None else list(weights[:count])
     page |= _advantages(training, index, count, page["state"])
     return page
+
+
+def _alternatives(span: Row, count: int, left: int) -> list[list[list[Any]]]:
+    """Return the alternatives of a span's first `count` ids, as [id, text, logprob] each.
+
+    From where more than `left` would be sent, ids have none.
+    """
+    rows = span.get("alternatives")
+    texts = span.get("alternative_tokens")
+    if not isinstance(rows, list) or not isinstance(texts, list):
+        return []
+
+    alternatives: list[list[list[Any]]] = []
+    for row, row_texts in zip(rows[:count], texts, strict=False):
+        left -= len(row)
+        if left < 0:
+            break
+        of_id: list[list[Any]] = []
+        for (token_id, logprob), text in zip(row, row_texts, strict=False):
+            value = number(logprob)
+            if value is not None:
+                of_id.append([integer(token_id), truncate(str(text), 80), value])
+        alternatives.append(of_id)
+    return alternatives
 
 
 def _advantages(

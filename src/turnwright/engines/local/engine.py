@@ -73,6 +73,8 @@ def fault_of(request: Request, vocabulary: int) -> str:
         return f"the seed must be an integer of at most 64 bits, not {request.seed!r:.80}"
     if type(request.routes_from) is not int or request.routes_from < 0:
         return f"routes_from must be a position, not {request.routes_from!r:.80}"
+    if type(request.alternatives) is not int or request.alternatives < 0:
+        return f"alternatives must be a number of ids, not {request.alternatives!r:.80}"
     if request.stop_text is not None and not isinstance(request.stop_text, StopText):
         return f"stop_text must be a StopText, not {request.stop_text!r:.80}"
 
@@ -271,6 +273,11 @@ class LocalEngine:
         """
         slots = self.slots if sequences is None else min(sequences, self.slots)
         return self._model.cache_bytes_of(slots, min(length, self.context))
+
+    @property
+    def gives_alternatives(self) -> bool:
+        """Whether it returns the most likely ids with each sampled one: always."""
+        return True
 
     @property
     def queue_lengths(self) -> tuple[int, int]:
@@ -559,6 +566,11 @@ class AdapterEngine:
     def context(self) -> int:
         """Maximum number of ids of context plus reply."""
         return self.shared.context
+
+    @property
+    def gives_alternatives(self) -> bool:
+        """Whether it returns the most likely ids with each sampled one: always."""
+        return True
 
     @property
     def renderer(self) -> Any:

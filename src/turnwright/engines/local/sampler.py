@@ -6,6 +6,7 @@ calls share its steps. The distribution itself is `masked_scores` in `engines/di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from turnwright.engines.distribution import masked_scores
-from turnwright.types import Sampling
+from turnwright.types import Alternatives, Sampling
 
 if TYPE_CHECKING:
     from turnwright.engines.local.step_rows import RowDraw
@@ -116,6 +117,36 @@ class Sampler:
                 logprobs[row] = logprob
         return ids, logprobs
 
+    def alternatives(
+        self, logits: torch.Tensor, draws: Sequence[RowDraw]
+    ) -> dict[int, Alternatives]:
+        """Return the most likely ids of the rows whose requests ask for them, by row.
+
+        They are those of the distribution that the row is sampled from, likeliest first, equally
+        likely ones by id. As a sample, they depend on nothing but the row's logits.
+        """
+        rows_of_kind: dict[tuple[Sampling, frozenset[int], int], list[int]] = {}
+        for row, draw in enumerate(draws):
+            request = draw.request
+            if request.alternatives:
+                kind = (request.sampling, request.banned_ids, request.alternatives)
+                rows_of_kind.setdefault(kind, []).append(row)
+
+        likeliest: dict[int, Alternatives] = {}
+        for (sampling, banned, count), rows in rows_of_kind.items():
+            padding = rows[:1] * (round_up_rows(len(rows)) - len(rows))
+            taken = torch.tensor(rows + padding, device=logits.device)
+            scores = masked_scores(logits[taken], sampling, banned)
+            peak, cdf = _cumulate(scores)
+            ids, top_scores = _highest(scores, min(count, scores.shape[1]))
+            logprobs = top_scores - peak - cdf[:, -1:].log()
+            for row, row_ids, row_logprobs in zip(
+                rows, ids.tolist(), logprobs.tolist(), strict=False
+            ):
+                pairs = zip(row_ids, row_logprobs, strict=True)
+                likeliest[row] = [pair for pair in pairs if math.isfinite(pair[1])]
+        return likeliest
+
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         """Return the first ids, [m] int64, whose cumulative weight exceeds the rows' uniform
         numbers.
@@ -149,10 +180,35 @@ class Sampler:
     ) -> tuple[list[int], list[float]]:
         """Return ids and logprobs of rows of one distribution, padding included."""
         scores = masked_scores(logits, sampling, banned)
-        peak = scores.amax(1, keepdim=True)
-        cdf = (scores - peak).exp_().cumsum_(1)
+        peak, cdf = _cumulate(scores)
         ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
         # Rows of NaN end past the vocabulary; their logprob is NaN.
         ids = ids.clamp(max=scores.shape[1] - 1)
         logprobs = (scores.gather(1, ids[:, None]) - peak - cdf[:, -1:].log()).squeeze(1)
         return ids.tolist(), logprobs.tolist()
+
+
+def _cumulate(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows' highest scores, [m, 1], and cumulative weights relative to them,
+    [m, vocabulary]."""
+    peak = scores.amax(1, keepdim=True)
+    return peak, (scores - peak).exp_().cumsum_(1)
+
+
+def _highest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of the rows' highest scores and the scores, [m, count] each, highest first;
+    of equal scores the lower id.
+
+    `topk` alone promises no order of equal scores, which rounded logits have.
+    """
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    lowest = scores.topk(count, 1).values[:, -1:]
+    is_above = scores > lowest
+    is_tie = scores == lowest
+    ties_kept = count - is_above.sum(1, keepdim=True)
+    is_kept = is_above | (is_tie & (is_tie.cumsum(1) <= ties_kept))
+
+    # As many in each row, in the order of their ids.
+    ids = is_kept.nonzero()[:, 1].view(-1, count)
+    kept_scores, order = scores.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order), kept_scores

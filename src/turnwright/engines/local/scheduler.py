@@ -29,6 +29,7 @@ from turnwright.engines.local.step_rows import (
     Drafter,
     EngineBatch,
     Outcome,
+    RowDraw,
     caused_error,
 )
 from turnwright.engines.local.vision import ImageFeatureCache
@@ -72,6 +73,8 @@ class Scheduler:
         """Cache of image features, for a vision model."""
         self._changed = False
         """Whether a waiting call may fit now."""
+        self._finds_alternatives = False
+        """Whether a call has ever asked for alternatives; else no row is looked at for them."""
 
     @property
     def busy(self) -> bool:
@@ -82,6 +85,8 @@ class Scheduler:
         """Queue a call; it starts in the next step with space for it."""
         self.waiting.append(call)
         self._changed = True
+        if call.request.alternatives:
+            self._finds_alternatives = True
 
     def cancel(self, call: ActiveCall) -> None:
         """Drop a call without a caller; its session's cache stays."""
@@ -196,7 +201,10 @@ class Scheduler:
         )
         if not batch.drawing:
             return batch.broken
-        ids, logprobs = self.sampler(logits, batch.draws())
+        draws = batch.draws()
+        ids, logprobs = self.sampler(logits, draws)
+        if self._finds_alternatives:
+            self._find_alternatives(logits, draws, batch.drawing)
         return [*batch.broken, *self._collect(batch, ids, logprobs)]
 
     def _draft(self) -> None:
@@ -400,6 +408,18 @@ class Scheduler:
         for number, axis in enumerate(batch.media.rotary_positions):
             axis += range(start, end) if rotary is None else rotary[number].tolist()
 
+    def _find_alternatives(
+        self, logits: torch.Tensor, draws: Sequence[RowDraw], calls: Sequence[ActiveCall]
+    ) -> None:
+        """Add the alternatives of each row to its call, if the call asks for them.
+
+        The rows of a draft are those of the next positions, whether or not they are sampled now.
+        """
+        for call in calls:
+            del call.alternatives[len(call.ids) :]
+        for row, alternatives in self.sampler.alternatives(logits, draws).items():
+            calls[row].alternatives.append(alternatives)
+
     def _collect(self, batch: EngineBatch, ids: list[int], logprobs: list[float]) -> list[Outcome]:
         """Append the sampled ids of a step to their replies; return the calls that end."""
         drawing = batch.drawing
@@ -516,6 +536,7 @@ class Scheduler:
         generation = Generation(
             call.ids, call.logprobs, finish, self.versions[call.adapter], call.cached
         )
+        generation.alternatives = call.alternatives[: len(call.ids)]
         if call.drafter is not None:
             generation.drafted = call.drafter.drafted
             generation.accepted = call.drafter.accepted

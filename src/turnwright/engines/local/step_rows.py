@@ -24,6 +24,7 @@ from turnwright.engines.local.slots import Slot
 from turnwright.engines.local.vision import ContextMedia, ImageFeatures
 from turnwright.engines.protocols import Generation, Request
 from turnwright.errors import EngineError
+from turnwright.types import Alternatives
 
 
 @dataclass(slots=True)
@@ -139,6 +140,9 @@ class ActiveCall:
     """Number of ids of the prompt that the slot had."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
+    """Of each id, where the request asks for them; after them those of positions of a draft that
+    was not sampled."""
     alone: bool = False
     """Whether it was in a failed step: it is restarted alone, to attribute the failure."""
     drafter: Drafter | None = None
@@ -150,6 +154,7 @@ class ActiveCall:
         self.cached = 0
         self.ids = []
         self.logprobs = []
+        self.alternatives = []
         self.drafter = None
         self.alone = True
 

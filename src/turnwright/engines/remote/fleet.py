@@ -130,6 +130,11 @@ class Fleet:
         """Following the list, and calls that servers that left finish."""
 
     @property
+    def gives_alternatives(self) -> bool:
+        """Whether every server returns the most likely ids with each sampled one."""
+        return all(member.engine.gives_alternatives for member in self.members)
+
+    @property
     def context(self) -> int | None:
         """Maximum number of ids of context plus reply that every server takes; None while no
         server reported it."""

@@ -91,6 +91,8 @@ class RemoteEngine:
 
     kind = ""
     health = "/health"
+    gives_alternatives = False
+    """Whether this kind of server returns the most likely ids with each sampled one."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ which holds for every engine, is in `check_generation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from turnwright.engines.protocols import Finish, Generation, InFlight, MissingLogprobs, Request
 from turnwright.errors import BackendContractError, StaleWeights, TurnwrightError
-from turnwright.types import ROUTES
+from turnwright.types import ROUTES, Alternatives
 
 Breach = Callable[[str, str], BackendContractError]
 """`fault_of` for one server: returns the error for a field and its problem."""
@@ -148,6 +148,8 @@ class ServerResponse:
     """Whether to drop ids after a stop id: the server was not sent the stop ids."""
     drafts: tuple[int, int] = (0, 0)
     """Ids drafted by speculative decoding and how many were sampled, where reported."""
+    alternatives: Sequence[Alternatives] = ()
+    """One per id, where they were requested."""
 
 
 def verify_response(
@@ -221,6 +223,8 @@ def verify_response(
         later,
         cache_version,
     )
+    if response.alternatives:
+        generation.alternatives = response.alternatives[:end]
     return generation, len(ids) - end
 
 
@@ -398,6 +402,37 @@ def logprobs_of(
         if list(map(itemgetter(id_key), rows)) == ids[: len(rows)]:
             return list(map(itemgetter(logprob_key), rows))
     return [read(row, id_, breach) for row, id_ in zip(rows, ids, strict=False)]
+
+
+def alternatives_of(
+    rows: Any,
+    ids: Sequence[int],
+    request: Request,
+    read: Callable[[Any], Iterable[tuple[Any, Any]]],
+    breach: Breach,
+) -> list[list[tuple[int, float]]]:
+    """Return the alternatives of each id, from rows of which `read` returns ids and logprobs.
+
+    Servers may put the sampled id in front of the most likely ones, and report a large negative
+    number for ids that cannot be sampled. Raises `BackendContractError` for another form.
+    """
+    if not isinstance(rows, list) or len(rows) != len(ids):
+        count = len(rows) if isinstance(rows, list) else "none"
+        raise breach("the most likely ids", f"are of {count} positions for {len(ids)} ids")
+
+    alternatives: list[list[tuple[int, float]]] = []
+    for row in rows:
+        possible: dict[int, float] = {}
+        for id_, logprob in read(row):
+            if type(id_) is not int or id_ in possible:
+                problem = f"have {id_!r:.80} as an id twice or as none: update the server"
+                raise breach("the most likely ids", problem)
+            value = float(logprob)
+            if value > MIN_LOGPROB and id_ not in request.banned_ids:
+                possible[id_] = value
+        likeliest = sorted(possible.items(), key=lambda pair: -pair[1])
+        alternatives.append(likeliest[: request.alternatives])
+    return alternatives
 
 
 INTERRUPTS = "turnwright serve computes the cache of replies in flight again; set recompute or salt"

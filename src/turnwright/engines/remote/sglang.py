@@ -25,6 +25,7 @@ from turnwright.engines.remote.response import (
     Breach,
     ExpectedWeights,
     ServerResponse,
+    alternatives_of,
     field_of,
     logprobs_of,
     number_at,
@@ -44,7 +45,7 @@ from turnwright.engines.remote.weight_sync import (
 )
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import EngineError, SyncError
-from turnwright.types import ROUTES, VideoRef
+from turnwright.types import ROUTES, Alternatives, VideoRef
 
 VERSION = "meta_info.weight_version"
 ASLEEP = "asleep"
@@ -65,6 +66,7 @@ class SglangEngine(LoraServerEngine):
     """
 
     kind = "SGLang"
+    gives_alternatives = True
     lora_api = LoraApi(
         "/load_lora_adapter",
         "/unload_lora_adapter",
@@ -151,6 +153,8 @@ class SglangEngine(LoraServerEngine):
             "logprob_start_len": -1,
             "stream": False,
         }
+        if request.alternatives:
+            body["top_logprobs_num"] = request.alternatives
         if request.media:
             body["image_data"] = self._images(request)
         if ROUTES in request.extras:
@@ -206,6 +210,12 @@ class SglangEngine(LoraServerEngine):
                     "meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids"
                 )
             logprobs = logprobs_of(rows, ids, (1, 0), _logprob_of, self.breach)
+        alternatives: Sequence[Alternatives] = ()
+        if request.alternatives:
+            top_rows = meta.get("output_top_logprobs")
+            if top_rows is None and not ids:
+                top_rows = []
+            alternatives = alternatives_of(top_rows, ids, request, _top_logprobs, self.breach)
 
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
         self._check_name("meta_info.id", meta.get("id"), expected.request)
@@ -238,7 +248,15 @@ class SglangEngine(LoraServerEngine):
             number_at(meta, "spec_num_correct_drafts"),
         )
         return ServerResponse(
-            ids, logprobs, str(reason), prompt, versions, cached, extras, drafts=drafts
+            ids,
+            logprobs,
+            str(reason),
+            prompt,
+            versions,
+            cached,
+            extras,
+            drafts=drafts,
+            alternatives=alternatives,
         )
 
     async def abort(self, *names: str) -> None:
@@ -490,6 +508,11 @@ def _log_rest(banned: Any, breach: Breach) -> float:
         raise breach(
             "meta_info.input_token_ids_logprobs", "do not hold one number below 0 per banned id"
         ) from None
+
+
+def _top_logprobs(rows: Any) -> list[tuple[Any, Any]]:
+    """Return the ids and logprobs of rows [logprob, id, text]."""
+    return [(row[1], row[0]) for row in rows]
 
 
 def _logprob_of(row: Any, id_: Any, breach: Breach) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from turnwright.engines.protocols import Request
+from turnwright.engines.protocols import MAX_ALTERNATIVES, Request
 from turnwright.engines.remote.experts import vllm_experts
 from turnwright.engines.remote.http import CONTROL_S, encode_ids
 from turnwright.engines.remote.remote_engine import UPDATE_S, EngineLoad, Part
@@ -26,6 +26,7 @@ from turnwright.engines.remote.response import (
     Breach,
     ExpectedWeights,
     ServerResponse,
+    alternatives_of,
     field_of,
     logprobs_of,
     number_at,
@@ -47,6 +48,7 @@ from turnwright.engines.remote.weight_sync import (
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 from turnwright.renderers.renderer import HasCodec
+from turnwright.types import Alternatives
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -71,6 +73,7 @@ class VllmEngine(LoraServerEngine):
     """
 
     kind = "vLLM"
+    gives_alternatives = True
     lora_api = LoraApi(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
@@ -167,6 +170,10 @@ class VllmEngine(LoraServerEngine):
         # The distribution and the end of the reply.
         sampling = self._neutral_sampling(request)
         sampling |= {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True}
+        if request.alternatives:
+            # The tokens-only route counts the sampled id among so many ids.
+            spare = 1 if self.route == "generate" else 0
+            sampling["logprobs"] = min(request.alternatives + spare, MAX_ALTERNATIVES)
         if request.banned_ids and self.drafts:
             sampling["allowed_token_ids"] = self._allowed(request.banned_ids)
         elif request.banned_ids:
@@ -253,7 +260,7 @@ class VllmEngine(LoraServerEngine):
             )
             raise self.breach("choices.0.token_ids", problem)
 
-        # Prompt, one logprob for each id, and the weights that sampled them.
+        # Prompt, one logprob for each id, the most likely ids, and the weights that sampled them.
         reported = choice.get("logprobs") or {}
         rows: Any
         if self.route == "generate":
@@ -273,6 +280,9 @@ class VllmEngine(LoraServerEngine):
             raise self.breach("logprobs", f"are {len(rows)} for {len(ids)} ids")
         if prompt is None:
             prompt = raw.get("usage", {}).get("prompt_tokens")
+        alternatives: Sequence[Alternatives] = ()
+        if request.alternatives:
+            alternatives = self._alternatives(reported, ids, request)
 
         finish = str(choice.get("finish_reason"))
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
@@ -286,8 +296,36 @@ class VllmEngine(LoraServerEngine):
             number_at(raw, "metrics.speculative_decoding.num_accepted_draft_tokens"),
         )
         return ServerResponse(
-            ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts
+            ids,
+            logprobs,
+            finish,
+            prompt,
+            versions,
+            cached,
+            extras,
+            drafts=drafts,
+            alternatives=alternatives,
         )
+
+    def _alternatives(
+        self, reported: Any, ids: Sequence[int], request: Request
+    ) -> Sequence[Alternatives]:
+        """Return the most likely ids of each position, from the logprobs of either route."""
+        if self.route == "completions":
+            # Tables with ids as `token_id:7`, the sampled one beyond those asked for.
+            rows = reported.get("top_logprobs")
+            return alternatives_of(rows, ids, request, _named_logprobs, self.breach)
+
+        def ranked(row: Any) -> list[tuple[Any, Any]]:
+            # The sampled id may be none of the most likely ones.
+            entries = field_of(row, "top_logprobs", self.breach)
+            return [
+                (entry["token_id"], entry["logprob"])
+                for entry in entries
+                if (entry.get("rank") or 0) <= request.alternatives
+            ]
+
+        return alternatives_of(reported.get("content"), ids, request, ranked, self.breach)
 
     async def abort(self, *names: str) -> None:
         # The server adds to the names of requests, by the route.
@@ -526,6 +564,11 @@ class VllmEngine(LoraServerEngine):
             )
         arguments = "&".join(f"{key}={value}" for key, value in query.items())
         await self.http.post_status(f"{path}?{arguments}" if arguments else path, {}, UPDATE_S)
+
+
+def _named_logprobs(row: Any) -> list[tuple[int, Any]]:
+    """Return the ids and logprobs of a table of `/v1/completions`."""
+    return [(int(name.removeprefix("token_id:")), logprob) for name, logprob in row.items()]
 
 
 def _logprob_of(row: Any, id_: Any, breach: Breach) -> Any:
