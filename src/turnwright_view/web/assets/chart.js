@@ -1,8 +1,10 @@
 // Curves by uPlot: one hover line for all charts of a page, values beside the title, steps by the
 // arrow keys, and a click or Enter that leads to the episodes of a step.
+import {changeQuery} from './address.js';
 import {html, useEffect, useLayoutEffect, useRef, useState} from './dom.js';
-import {figure} from './format.js';
-import {prose} from './parts.js';
+import {figure, plural} from './format.js';
+import {AXES} from './metrics.js';
+import {prose, Segmented} from './parts.js';
 
 const {uPlot} = window;
 const sync = uPlot.sync('steps');
@@ -52,7 +54,7 @@ function lines(series, smooth) {
   return drawn;
 }
 
-function options(drawn, {share, from0, format, stacked}, width, height) {
+function options(drawn, {share, from0, format, stacked}) {
   const style = drawn.map((one) => ({
     label: one.label,
     stroke: cssColor(one.color) + (one.faint ? '55' : ''),
@@ -65,8 +67,6 @@ function options(drawn, {share, from0, format, stacked}, width, height) {
   }));
 
   return {
-    width,
-    height,
     padding: [8, 10, 0, 0],
     legend: {show: false},
     cursor: {sync: {key: sync.key, setSeries: false}, y: false, drag: {x: true, y: false}, points: {size: 7}},
@@ -75,14 +75,12 @@ function options(drawn, {share, from0, format, stacked}, width, height) {
       y: {range: (chart, low, high) => yRange(low, high, share, from0)},
     },
     axes: [
-      {stroke: () => css('--muted'), grid: {stroke: () => css('--grid'), width: 1}, ticks: {show: false}, size: 24, font: '11px system-ui', incrs: steps()},
+      {...axisLook(), ...grid(), size: 24, incrs: wholeSteps()},
       {
-        stroke: () => css('--muted'),
-        grid: {stroke: () => css('--grid'), width: 1},
-        ticks: {show: false},
-        font: '11px system-ui',
+        ...axisLook(),
+        ...grid(),
         gap: 4,
-        size: (chart, values) => 10 + 6.5 * Math.max(2, ...(values || ['']).map((text) => String(text).length)),
+        size: (chart, values) => tickWidth(values || ['']),
         values: (chart, ticks) => ticks.map((tick) => format(tick)),
         space: 26,
       },
@@ -92,8 +90,21 @@ function options(drawn, {share, from0, format, stacked}, width, height) {
   };
 }
 
+function axisLook() {
+  return {stroke: () => css('--muted'), ticks: {show: false}, font: '11px system-ui'};
+}
+
+function grid() {
+  return {grid: {stroke: () => css('--grid'), width: 1}};
+}
+
+// Pixels of the widest tick.
+function tickWidth(ticks) {
+  return 10 + 6.5 * Math.max(2, ...ticks.map((text) => String(text).length));
+}
+
 // Whole steps only: 1, 2, 5, 10, ...
-function steps() {
+function wholeSteps() {
   const units = [];
   for (let size = 1; size <= 1e9; size *= 10) units.push(size, 2 * size, 5 * size);
   return units;
@@ -102,32 +113,37 @@ function steps() {
 function yRange(low, high, share, from0) {
   if (low === null || high === null) return [0, 1];
   if (share) return [0, Math.max(1, high)];
+
   const bottom = from0 && low >= 0 ? 0 : low;
-  if (high <= bottom) return [bottom - (Math.abs(bottom) / 10 || 1), high + (Math.abs(high) / 10 || 1)];
-  return uPlot.rangeNum(bottom, high, {min: {pad: from0 ? 0 : 0.1, soft: 0, mode: from0 ? 1 : 3}, max: {pad: 0.1, soft: 0, mode: 3}});
+  if (high <= bottom) {
+    const room = (end) => Math.abs(end) / 10 || 1;
+    return [bottom - room(bottom), high + room(high)];
+  }
+  const below = from0 ? {pad: 0, soft: 0, mode: 1} : {pad: 0.1, soft: 0, mode: 3};
+  return uPlot.rangeNum(bottom, high, {min: below, max: {pad: 0.1, soft: 0, mode: 3}});
 }
 
 function drawWhiskers(chart, drawn) {
   const {ctx} = chart;
-  drawn.forEach((one) => {
-    if (!one.whiskers) return;
+  const half = 4 * devicePixelRatio;
+  for (const one of drawn.filter((each) => each.whiskers)) {
     ctx.save();
     ctx.strokeStyle = cssColor(one.color);
     ctx.lineWidth = 1.5 * devicePixelRatio;
     for (const [x, low, high] of one.whiskers) {
-      const [at, top, bottom] = [chart.valToPos(x, 'x', true), chart.valToPos(high, 'y', true), chart.valToPos(low, 'y', true)];
-      const half = 4 * devicePixelRatio;
+      const at = chart.valToPos(x, 'x', true);
+      const ends = [low, high].map((value) => chart.valToPos(value, 'y', true));
       ctx.beginPath();
-      ctx.moveTo(at, top);
-      ctx.lineTo(at, bottom);
-      ctx.moveTo(at - half, top);
-      ctx.lineTo(at + half, top);
-      ctx.moveTo(at - half, bottom);
-      ctx.lineTo(at + half, bottom);
+      ctx.moveTo(at, ends[0]);
+      ctx.lineTo(at, ends[1]);
+      for (const end of ends) {
+        ctx.moveTo(at - half, end);
+        ctx.lineTo(at + half, end);
+      }
       ctx.stroke();
     }
     ctx.restore();
-  });
+  }
 }
 
 // Areas on top of each other: every series is the sum of those before it and itself, and the last
@@ -157,77 +173,109 @@ function useDark() {
 
 // `series`: [{label, color, dash, points: [[x, y]], whiskers?: [[x, low, high]]}]. `onPick(x)` is
 // called by a click or Enter; `unit` is what x counts.
-export function Chart({title, note, series, smooth = 1, share, from0, format = figure, stacked, onPick, unit = 'step', height = 170}) {
+export function Chart(given) {
+  const {title, note, series, smooth = 1, format = figure, stacked, onPick, unit = 'step'} = given;
+  const shown = series.filter((one) => one.points.length);
+  const drawn = stacked ? stack(shown) : lines(shown, smooth);
+  const {place, hovered, onKeyDown} = usePlot({...given, format, drawn});
+  if (!shown.length) return null;
+
+  const ends = shown.map(({label, points}) => `${label} from ${format(points[0][1])} to ${format(points[points.length - 1][1])}`);
+  const keys = onPick ? `; arrow keys move along it, Enter opens the episodes of a ${unit}` : '';
+  return html`<figure class="chart">
+    <figcaption>
+      <b>${title}</b>
+      <span class="values">
+        ${shown.map((one) => html`<${Value} key=${one.label} one=${one} x=${hovered} format=${format} alone=${shown.length === 1} />`)}
+        <span class="muted">${hovered === null ? '' : unit + ' ' + figure(hovered)}</span>
+      </span>
+      ${note ? html`<span class="note">${prose(note)}</span>` : null}
+    </figcaption>
+    <div class="plot" ref=${place} tabindex="0" role="img" onKeyDown=${onKeyDown} aria-label=${title + ': ' + ends.join(', ') + keys}></div>
+  </figure>`;
+}
+
+// The value of a line where the pointer is, or its last.
+function Value({one, x, format, alone}) {
+  const point = x === null ? one.points[one.points.length - 1] : one.points.find((each) => each[0] === x);
+  const text = (alone ? '' : one.label + ' ') + (point ? format(point[1]) : '–');
+  return html`<span class="value"><i class="swatch" style=${{background: colorOf(one.color)}}></i>${text}</span>`;
+}
+
+// The plot in an element: {place, hovered: x under the pointer or null, onKeyDown}.
+function usePlot({drawn, share, from0, format, stacked, smooth, onPick, height = 170}) {
   const place = useRef(null);
   const plot = useRef(null);
+  const latest = useRef(onPick);
+  latest.current = onPick;
   const [hovered, setHovered] = useState(null);
   const dark = useDark();
-  const visible = series.filter((one) => one.points.length);
-  const drawn = stacked ? stack(visible) : lines(visible, smooth);
-  const shape = JSON.stringify([drawn.map((one) => [one.label, one.color, one.dash, Boolean(one.dots), Boolean(one.faint)]), dark, share, from0]);
-  const latest = useRef({});
-  latest.current = {onPick, drawn};
+
+  function pick(chart) {
+    const at = chart.cursor.idx;
+    // A drag selects a range, which is no click on a step.
+    const isClick = chart.select.width === 0 && at !== null && at !== undefined;
+    if (isClick && latest.current) latest.current(chart.data[0][at]);
+  }
 
   // A chart is made anew when its lines are others; new points of the same lines are set.
+  const look = drawn.map((one) => [one.label, one.color, one.dash, Boolean(one.dots), Boolean(one.faint)]);
   useLayoutEffect(() => {
     if (!drawn.length) return undefined;
-    const width = Math.max(120, place.current.clientWidth);
-    const chart = new uPlot(options(drawn, {share, from0, format, stacked}, width, height), joined(drawn), place.current);
-    chart.hooks.setCursor = [(one) => setHovered(one.cursor.idx)];
+    const size = () => ({width: Math.max(120, place.current.clientWidth), height});
+    const settings = {...options(drawn, {share, from0, format, stacked}), ...size()};
+    const chart = new uPlot(settings, joined(drawn), place.current);
+    chart.hooks.setCursor = [({cursor, data}) => setHovered(cursor.idx === null || cursor.idx === undefined ? null : data[0][cursor.idx])];
     chart.over.addEventListener('click', () => pick(chart));
     plot.current = chart;
-    const resized = new ResizeObserver(() => chart.setSize({width: Math.max(120, place.current.clientWidth), height}));
+
+    const resized = new ResizeObserver(() => chart.setSize(size()));
     resized.observe(place.current);
     return () => {
       resized.disconnect();
       chart.destroy();
       plot.current = null;
     };
-  }, [shape]);
+  }, [JSON.stringify([look, dark, share, from0])]);
 
+  const ends = drawn.map(({points}) => [points.length, points[0], points[points.length - 1]]);
   useEffect(() => {
     if (plot.current) plot.current.setData(joined(drawn));
-  }, [JSON.stringify(visible.map((one) => [one.points.length, one.points[one.points.length - 1]])), smooth, unit]);
+  }, [JSON.stringify(ends), smooth]);
 
-  function pick(chart) {
-    const at = chart.cursor.idx;
-    // A drag selects a range, which is no click on a step.
-    if (at !== null && at !== undefined && chart.select.width === 0 && latest.current.onPick) latest.current.onPick(chart.data[0][at]);
-  }
-
-  function keyed(event) {
+  function onKeyDown(event) {
     const chart = plot.current;
     if (!chart) return;
-    const last = chart.data[0].length - 1;
-    const at = chart.cursor.idx;
-    const moves = {ArrowRight: at === null || at === undefined ? 0 : Math.min(last, at + 1), ArrowLeft: at === null || at === undefined ? last : Math.max(0, at - 1), Home: 0, End: last};
-    if (event.key in moves) {
-      chart.setCursor({left: chart.valToPos(chart.data[0][moves[event.key]], 'x'), top: 10});
+    const to = moved(chart, event.key);
+    if (to !== null) {
+      chart.setCursor({left: chart.valToPos(chart.data[0][to], 'x'), top: 10});
       event.preventDefault();
     } else if (event.key === 'Enter') pick(chart);
     else if (event.key === 'Escape') chart.setCursor({left: -10, top: -10});
   }
-
-  if (!visible.length) return null;
-  const x = plot.current && hovered !== null && hovered !== undefined ? plot.current.data[0][hovered] : null;
-  const told = visible.map((one) => ({one, point: pointAt(one.points, x)}));
-  const summary = visible.map((one) => one.label + ' from ' + format(one.points[0][1]) + ' to ' + format(one.points[one.points.length - 1][1])).join(', ');
-
-  return html`<figure class="chart">
-    <figcaption>
-      <b>${title}</b>
-      <span class="values">${told.map(({one, point}) => html`<span class="value" key=${one.label}>
-        <i class="swatch" style=${{background: colorOf(one.color)}}></i>${visible.length > 1 ? one.label + ' ' : ''}${point ? format(point[1]) : '–'}</span>`)}
-        <span class="muted">${x === null ? '' : unit + ' ' + figure(x)}</span></span>
-      ${note ? html`<span class="note">${prose(note)}</span>` : null}
-    </figcaption>
-    <div class="plot" ref=${place} tabindex="0" role="img" onKeyDown=${keyed}
-      aria-label=${title + ': ' + summary + (onPick ? '; arrow keys move along it, Enter opens the episodes of a ' + unit : '')}></div>
-  </figure>`;
+  return {place, hovered, onKeyDown};
 }
 
-// The point at x, or the last where nothing is hovered.
-function pointAt(points, x) {
-  if (x === null) return points[points.length - 1];
-  return points.find((point) => point[0] === x);
+// The index that a key leads to, or null.
+function moved(chart, key) {
+  const last = chart.data[0].length - 1;
+  const at = chart.cursor.idx;
+  const isNowhere = at === null || at === undefined;
+  const places = {
+    ArrowRight: isNowhere ? 0 : Math.min(last, at + 1),
+    ArrowLeft: isNowhere ? last : Math.max(0, at - 1),
+    Home: 0,
+    End: last,
+  };
+  return key in places ? places[key] : null;
+}
+
+// What the horizontal axis counts, and over how many steps curves are smoothed: both in the address.
+export function CurveControls({axis, smooth}) {
+  const axes = Object.keys(AXES).map((name) => [name, name]);
+  return html`
+    <${Segmented} label="horizontal axis" value=${axis} values=${axes} onChange=${(x) => changeQuery({x: x === 'step' ? '' : x})} />
+    <label>smooth over
+      <input type="range" min="1" max="50" value=${smooth} onInput=${(event) => changeQuery({smooth: event.target.value})} />
+      ${plural(smooth, 'step')}</label>`;
 }

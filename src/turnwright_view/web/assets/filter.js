@@ -5,7 +5,8 @@ const RANGES = ['step', 'reward', 'turns', 'tokens'];
 
 export function matching(rows, filter, texts) {
   const words = wordsOf(filter.text || '');
-  const found = rows.filter((row) => fits(row, filter) && (!texts || words.every((word) => texts.get(row.key).includes(word))));
+  const hasWords = (row) => words.every((word) => texts.get(row.key).includes(word));
+  const found = rows.filter((row) => fits(row, filter) && (!texts || hasWords(row)));
   return found.sort(ORDERS[filter.sort] || ORDERS.notable);
 }
 
@@ -48,9 +49,19 @@ function phaseRank(row) {
   return row.phase.startsWith('gate') ? 2 : 1;
 }
 
+function notable(a, b) {
+  return (
+    phaseRank(a) - phaseRank(b) ||
+    b.step - a.step ||
+    Boolean(b.error) - Boolean(a.error) ||
+    reward(a) - reward(b) ||
+    b.tie - a.tie ||
+    a.number - b.number
+  );
+}
+
 export const ORDERS = {
-  notable: (a, b) =>
-    phaseRank(a) - phaseRank(b) || b.step - a.step || Boolean(b.error) - Boolean(a.error) || reward(a) - reward(b) || b.tie - a.tie || a.number - b.number,
+  notable,
   newest: (a, b) => b.number - a.number,
   oldest: (a, b) => a.number - b.number,
   worst: ascending(reward),

@@ -32,7 +32,8 @@ function App() {
   }, []);
   useInterval(() => load(source.runs()), source.live ? POLL_S : 0);
 
-  if (!session) return html`<main id="main">${fault ? html`<p class="fault" role="alert">${fault}</p>` : html`<p class="muted">Reading the run …</p>`}</main>`;
+  if (!session && fault) return html`<main id="main"><p class="fault" role="alert">${fault}</p></main>`;
+  if (!session) return html`<main id="main"><p class="muted">Reading the run …</p></main>`;
 
   const only = session.runs.length === 1 ? session.runs[0].id : '';
   const at = place.view === 'home' ? {...place, view: only ? 'overview' : 'runs', run: only} : place;
@@ -65,12 +66,17 @@ function View({session, place, row}) {
     window.scrollTo(0, 0);
   }, [place.view, place.run, place.key]);
 
-  const known = place.view === 'runs' || row;
   const Shown = place.view === 'runs' ? Runs : VIEWS[place.view];
+  const isKnown = Shown && (place.view === 'runs' || row);
   return html`<main id="main" tabindex="-1" data-ready=${ready === place.hash ? place.hash || '#/' : null}>
-    ${known && Shown ? html`<${Shown} session=${session} place=${place} row=${row} ready=${() => setReady(place.hash)} />`
-      : html`<p class="fault" role="alert">There is no ${known ? 'such page' : 'run ' + visibleText(place.run)} here. <a href="#/">To the first page</a></p>`}
+    ${isKnown ? html`<${Shown} session=${session} place=${place} row=${row} ready=${() => setReady(place.hash)} />`
+      : html`<${Nowhere} place=${place} isRun=${Boolean(row)} />`}
   </main>`;
+}
+
+function Nowhere({place, isRun}) {
+  const what = isRun ? 'such page' : 'run ' + visibleText(place.run);
+  return html`<p class="fault" role="alert">There is no ${what} here. <a href="#/">To the first page</a></p>`;
 }
 
 document.title = 'Turnwright';

@@ -2,16 +2,19 @@
 import {html} from './dom.js';
 import {figure, signed} from './format.js';
 
-// A reward, colored by its place between the least and the most of its neighbours, where these are
-// known; by its sign otherwise.
+// A reward, colored by whether it is above 0.
 export function Reward({value, label = 'reward'}) {
-  if (value === null || value === undefined) return html`<span class="badge warn" title="the reward was not computed">no ${label}</span>`;
+  if (value === null || value === undefined)
+    return html`<span class="badge warn" title="the reward was not computed">no ${label}</span>`;
   const tone = value > 0 ? 'good' : 'bad';
   return html`<span class=${'badge ' + tone}>${label ? label + ' ' : ''}${figure(value)}</span>`;
 }
 
 export function Advantage({value, reason}) {
-  if (value === null || value === undefined) return reason ? html`<span class="badge" title="no id of it was trained">not trained: ${reason}</span>` : null;
+  if (value === null || value === undefined) {
+    if (!reason) return null;
+    return html`<span class="badge" title="no id of it was trained">not trained: ${reason}</span>`;
+  }
   return html`<span class="badge">advantage ${signed(value)}</span>`;
 }
 
@@ -26,9 +29,11 @@ export function stepName(phase, step) {
   return step ? phase + ', step ' + step : phase;
 }
 
+// Buttons of which one is chosen.
 export function Segmented({label, value, values, onChange}) {
-  return html`<span class="segmented" role="group" aria-label=${label}>${values.map(([name, text]) =>
-    html`<button key=${name} type="button" aria-pressed=${name === value ? 'true' : 'false'} onClick=${() => onChange(name)}>${text}</button>`)}</span>`;
+  const button = ([name, text]) => html`<button key=${name} type="button"
+    aria-pressed=${name === value ? 'true' : 'false'} onClick=${() => onChange(name)}>${text}</button>`;
+  return html`<span class="segmented" role="group" aria-label=${label}>${values.map(button)}</span>`;
 }
 
 // Names in backticks, as our own texts have them, become code; all else stays text.
