@@ -239,11 +239,12 @@ class RunIndex:
         return self._asked(index_tables.read_state)
 
     def progress(self) -> dict[str, int]:
-        """Return how many bytes were read, of how many, and the number of episodes."""
+        """Return how many bytes of both files were read, of how many, and the number of
+        episodes."""
         state = self.state()
-        status = _status(self.trajectories)
-        size = 0 if status is None else status[2]
-        return {"read": state.read, "size": max(size, state.read), "count": state.episodes}
+        sizes = [status[2] for status in map(_status, (self.trajectories, self.training)) if status]
+        read = state.read + state.trained_read
+        return {"read": read, "size": max(sum(sizes), read), "count": state.episodes}
 
     def problems(self) -> list[str]:
         """Return what could not be read, one line each."""

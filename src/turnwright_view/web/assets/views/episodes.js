@@ -31,7 +31,8 @@ export function Episodes({place, row, ready}) {
 
   // While a run goes on or its index grows, the list is asked again, but not under a reader's hands.
   const growing = page && (page.indexed.read < page.indexed.size || row.state === 'running');
-  const again = () => document.activeElement === document.body && setRound((before) => before + 1);
+  const isRead = () => page.rows.length && document.activeElement !== document.body;
+  const again = () => isRead() || setRound((before) => before + 1);
   useInterval(again, source.live && growing ? 3 : 0);
   useEffect(() => {
     if (page && !list.stale) ready();
