@@ -6,12 +6,10 @@ import asyncio
 import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 import turnwright as tw
-from turnwright.display.run_data import index
 from turnwright.errors import UsageError
 from turnwright.records import to_json, trajectory_row
 from turnwright.rollouts import EpisodeSpec, Rollout
@@ -57,12 +55,14 @@ def test_messages_about_an_episode_name_the_step_of_the_metrics() -> None:
         check_fingerprints("this", [trajectory], "here")
 
 
-def test_the_examples_of_a_report_count_training_from_1(tmp_path: Path) -> None:
-    file = tmp_path / "trajectories.jsonl"
-    rows = []
+@pytest.mark.beside("view")
+def test_the_lists_of_the_viewer_count_training_from_1() -> None:
+    from turnwright_view.web.episode_rows import key_of
+
+    steps = []
     for phase in ("train", "gate"):
         trajectory = tw.Trajectory(tw.Task("x"), tw.EpisodeKey(phase, 4, "TASK", 0))
         trajectory.stop = tw.StopReason.DONE
-        rows.append(json.loads(to_json(trajectory_row(trajectory, tw.byte_renderer()))))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [entry.step for entry in index(file, [])] == [5, 4]
+        record = json.loads(to_json(trajectory_row(trajectory, tw.byte_renderer())))
+        steps.append(key_of(record["key"]).step)
+    assert steps == [5, 4]
