@@ -27,10 +27,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(run):
-    server = ViewerServer([run])
-    server.start()
-    yield server
-    server.close()
+    with ViewerServer([run]) as server:
+        yield server
 
 
 @pytest.fixture

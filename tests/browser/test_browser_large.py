@@ -62,10 +62,8 @@ def large(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(large):
-    server = ViewerServer([large])
-    server.start()
-    yield server
-    server.close()
+    with ViewerServer([large]) as server:
+        yield server
 
 
 def test_its_first_screen_and_its_list_are_there_while_it_is_being_read(page, server):

@@ -32,10 +32,8 @@ EPISODE_VIEWS = ("conversation", "tokens", "tree", "trainer")
 
 @pytest.fixture(scope="module")
 def server(runs):
-    server = ViewerServer([runs])
-    server.start()
-    yield server
-    server.close()
+    with ViewerServer([runs]) as server:
+        yield server
 
 
 def keys(run):
@@ -146,10 +144,8 @@ def pictured(runs):
 def test_pictures_of_the_documentation(windows, runs, tmp_path):
     folder = Path(os.environ.get("RUNS", runs))
     out = Path(os.environ.get("PICTURES", tmp_path))
-    server = ViewerServer([folder])
-    server.start()
-    read_whole(server)
-    try:
+    with ViewerServer([folder]) as server:
+        read_whole(server)
         for name, address, window, hovered in pictured(folder):
             page = windows[window]
             shown(page, server.url + address)
@@ -159,5 +155,3 @@ def test_pictures_of_the_documentation(windows, runs, tmp_path):
             page.wait_for_timeout(400)
             page.screenshot(path=str(out / f"{name}.png"))
             assert (out / f"{name}.png").stat().st_size > 10_000
-    finally:
-        server.close()

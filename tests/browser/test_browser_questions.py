@@ -44,10 +44,8 @@ def learned(runs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(learned):
-    server = ViewerServer([learned])
-    server.start()
-    yield server
-    server.close()
+    with ViewerServer([learned]) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -287,12 +287,8 @@ def served(run: Path, odd: tuple[str, Any]) -> tuple[list[str], list[Any], list[
         row["key"]["sample"] = number
     rows[1] |= dict([odd])
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    server = ViewerServer([run])
-    server.start()
-    try:
+    with ViewerServer([run]) as server:
         read_whole(server)
         found = get_json(server, "/api/episodes", run=run.name, sort="oldest")["rows"]
         opened = [get_json(server, "/api/episode", run=run.name, key=row["key"]) for row in found]
         return get_json(server, "/api/run", run=run.name)["problems"], found, opened
-    finally:
-        server.close()

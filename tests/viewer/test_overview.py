@@ -128,9 +128,7 @@ def test_every_link_leads_to_a_list_that_has_what_it_says(make_run, tmp_path):
     lines = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
     lines[0]["key"]["phase"] = lines[1]["key"]["phase"] = "eval-after-sampled"
     (run / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    server = ViewerServer([run])
-    server.start()
-    try:
+    with ViewerServer([run]) as server:
         read_whole(server)
         places = get_json(server, "/api/run", run="hop")["story"]["next"]
         assert len(places) >= 3
@@ -147,8 +145,6 @@ def test_every_link_leads_to_a_list_that_has_what_it_says(make_run, tmp_path):
         assert "1 of 4 groups of the last step had equal rewards" in texts
         assert "Success rose most between steps" in texts
         assert "held-out episodes fail after training" in texts
-    finally:
-        server.close()
 
 
 def test_the_largest_jump_is_found_where_it_is():

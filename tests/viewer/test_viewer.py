@@ -38,11 +38,9 @@ def run(make_run, tmp_path):
 
 @pytest.fixture
 def server(run):
-    server = ViewerServer([run])
-    server.start()
-    read_whole(server)
-    yield server
-    server.close()
+    with ViewerServer([run]) as server:
+        read_whole(server)
+        yield server
 
 
 def episodes(server, run="hop", **query):
@@ -93,9 +91,7 @@ def test_runs_of_a_folder_are_found_and_new_ones_appear(make_run, tmp_path, monk
     monkeypatch.setattr(sessions, "SEARCH_S", 0.0)
     make_run(tmp_path / "runs" / "one", steps=3)
     make_run(tmp_path / "runs" / "sweep" / "a b", steps=3)
-    server = ViewerServer([tmp_path / "runs"])
-    server.start()
-    try:
+    with ViewerServer([tmp_path / "runs"]) as server:
         session = get_json(server, "/api/session")
         assert session["folder"] == "runs"
         assert [row["id"] for row in session["runs"]] == ["one", "sweep/a b"]
@@ -106,19 +102,13 @@ def test_runs_of_a_folder_are_found_and_new_ones_appear(make_run, tmp_path, monk
         for run_id in ids:
             assert get_json(server, "/api/run", run=run_id)["id"] == run_id
             assert episodes(server, run_id)["total"] == 15
-    finally:
-        server.close()
 
 
 def test_runs_of_one_name_have_ids_of_their_own(make_run, tmp_path):
     paths = [make_run(tmp_path / part / "hop", steps=3) for part in "ab"]
-    server = ViewerServer(paths)
-    server.start()
-    try:
+    with ViewerServer(paths) as server:
         rows = get_json(server, "/api/session")["runs"]
         assert [row["id"] for row in rows] == ["hop", "hop-2"]
-    finally:
-        server.close()
 
 
 def test_filters_find_what_they_name(server):
@@ -235,9 +225,7 @@ def policies_of_spans(server, turns):
 
 def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tmp_path):
     run = add_policies(make_run(tmp_path / "many", steps=8))
-    server = ViewerServer([run])
-    server.start()
-    try:
+    with ViewerServer([run]) as server:
         read_whole(server)
         # versions count from the start of the warm-up, of which this run has 190 steps
         before = "of warm-up step 7"
@@ -252,8 +240,6 @@ def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tm
         assert [
             row["policy/solver/entropy"] - row["policy/asker/entropy"] for row in rows
         ] == pytest.approx([1.0] * 8)
-    finally:
-        server.close()
 
 
 def test_a_run_with_one_policy_names_none(server):
@@ -448,10 +434,8 @@ TOKEN = "not-guessed-by-anyone"
 
 @pytest.fixture
 def locked(run):
-    server = ViewerServer([run], token=TOKEN)
-    server.start()
-    yield server
-    server.close()
+    with ViewerServer([run], token=TOKEN) as server:
+        yield server
 
 
 def test_with_a_token_nothing_is_told_without_it(locked):
@@ -509,14 +493,10 @@ def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_ru
     rows[2]["turns"][0]["info"] = {"said": "\x1b[2J" * 3_000_000}
     rows[2]["key"]["task"] = "\x1b" + "k" * 3_000_000
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    server = ViewerServer([run])
-    server.start()
-    try:
+    with ViewerServer([run]) as server:
         read_whole(server)
         key = server.session.index("hop").at(2).key.address
         status, _, body = get(server, f"/api/episode?run=hop&key={quote(key, safe='')}")
-    finally:
-        server.close()
     assert status == 200
     whole = json.loads(body)
     assert len(body) < 100_000
@@ -559,9 +539,7 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run):
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
         (run / name).write_text("".join(json.dumps(soiled(row)) + "\n" for row in rows))
     (run / "summary.json").write_text(json.dumps({"stopped": RAW, "steps": 3}))
-    server = ViewerServer([run])
-    server.start()
-    try:
+    with ViewerServer([run]) as server:
         read_whole(server)
         told = {
             "session": get_json(server, "/api/session"),
@@ -573,8 +551,6 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run):
         assert told["search"]["rows"]
         for row in told["list"]["rows"][::9]:
             told[row["key"]] = episode(server, row["key"])
-    finally:
-        server.close()
     found = {
         name: [
             text for text in strings(value) if set(RAW[4:6] + "\x1b\x9b\u202e\u200b") & set(text)

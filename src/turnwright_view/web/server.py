@@ -134,6 +134,14 @@ class ViewerServer:
         self._http.shutdown()
         self.release()
 
+    def __enter__(self) -> ViewerServer:
+        """Serve in a thread until the body ends."""
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def release(self) -> None:
         """Release port and files when nothing is being served."""
         self._http.server_close()
