@@ -212,7 +212,7 @@ def test_pictures_of_a_run_are_small_and_never_files_that_only_pose_as_them(
 def test_without_the_package_that_draws_a_notebook_shows_the_repr(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(of_types, "entry_points", lambda group: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ())
     of_types._drawer.cache_clear()
     try:
         (trajectory,) = tw.rollout(lookup, [tw.Task("x")], tw.ScriptedEngine(["a", "b"]))
@@ -221,10 +221,12 @@ def test_without_the_package_that_draws_a_notebook_shows_the_repr(
         of_types._drawer.cache_clear()
 
 
-def test_the_types_import_nothing_of_the_pages(tmp_path: Path) -> None:
+def test_the_types_import_nothing_of_the_pages_and_do_not_look_for_packages(
+    tmp_path: Path,
+) -> None:
     code = (
-        "import sys, turnwright as tw; tw.Trajectory; tw.load_run; "
-        "print([m for m in sys.modules if m.startswith('turnwright_view')])"
+        "import sys, turnwright as tw; tw.Trajectory; tw.load_run; tw.rollout; "
+        "print([m for m in sys.modules if m.startswith(('turnwright_view', 'importlib.metadata'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 
@@ -21,6 +20,9 @@ def _drawer() -> Callable[[Any], str | None] | None:
 
     These are types of the lowest layer, below `turnwright.plugins`.
     """
+    # Importing it takes 37 ms, a quarter of these types, and only notebooks need it.
+    from importlib.metadata import entry_points
+
     for point in entry_points(group="turnwright.notebooks"):
         try:
             draw: Callable[[Any], str | None] = point.load()
