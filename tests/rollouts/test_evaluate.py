@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,22 @@ def test_each_episode_counts_once_however_often_it_is_played() -> None:
     assert watch.phases == [("rollout", 2, "episodes")]
     assert [done for done, _ in watch.figures] == [1, 2, 2]
     assert watch.figures[-1][1] == {"turns": 1.0, "reward": 1.0}
+
+
+def test_counting_an_episode_takes_no_longer_after_many_others() -> None:
+    [played] = tw.rollout(Guess, TASKS[:1], tw.ScriptedEngine(["yes"]))
+    watch = Watch()
+    counted = EpisodeProgress(watch)
+    episodes = 20_000
+    counted.begin("rollout", episodes)
+    began = time.process_time()
+    for number in range(episodes):
+        played.key = replace(played.key, sample=number)
+        played.reward = float(number % 2)
+        counted.finished(played)
+    # 0.2 s, and 46 s if each adds up all others.
+    assert time.process_time() - began < 5
+    assert watch.figures[-1] == (episodes, {"turns": 1.0, "reward": 0.5})
 
 
 class Terminal(io.StringIO):

@@ -26,12 +26,19 @@ class EpisodeProgress:
     def __init__(self, watch: ProgressListener) -> None:
         self._watch = watch
         self._begun = False
+        self._clear()
+
+    def _clear(self) -> None:
         self._last: dict[EpisodeKey, tuple[float | None, int]] = {}
         """Reward and number of turns of each episode's last play."""
+        # Sums over these plays: a rollout may have 100,000 episodes, and each is reported.
+        self._reward = 0.0
+        self._rewarded = 0
+        self._turns = 0
 
     def begin(self, name: str, total: int) -> None:
         """Start a phase of `total` episodes."""
-        self._last.clear()
+        self._clear()
         self._begun = True
         self._watch.phase(name, total, "episodes")
 
@@ -39,13 +46,26 @@ class EpisodeProgress:
         """Count an episode; one that is played again counts once."""
         if not self._begun:
             return
-        self._last[trajectory.key] = trajectory.reward, len(trajectory.turns)
-        plays = self._last.values()
-        rewards = [reward for reward, _ in plays if reward is not None]
-        figures = {"turns": sum(turns for _, turns in plays) / len(plays)}
-        if rewards:
-            figures["reward"] = sum(rewards) / len(rewards)
-        self._watch.progress(len(plays), figures)
+
+        earlier = self._last.get(trajectory.key)
+        if earlier is not None:
+            self._add(*earlier, sign=-1)
+        play = trajectory.reward, len(trajectory.turns)
+        self._last[trajectory.key] = play
+        self._add(*play, sign=1)
+
+        episodes = len(self._last)
+        figures = {"turns": self._turns / episodes}
+        if self._rewarded:
+            figures["reward"] = self._reward / self._rewarded
+        self._watch.progress(episodes, figures)
+
+    def _add(self, reward: float | None, turns: int, *, sign: int) -> None:
+        """Add a play to the sums, or take it away."""
+        self._turns += sign * turns
+        if reward is not None:
+            self._reward += sign * reward
+            self._rewarded += sign
 
 
 class ProgressBar(ProgressListener):
@@ -88,8 +108,7 @@ def progress_listener(progress: bool | None) -> ProgressListener:
     None shows it where somebody looks: in a notebook, and where standard error is a terminal.
     """
     if progress is None:
-        is_seen = _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
-        progress = is_seen
+        progress = _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
     return ProgressBar() if progress else NullListener()
 
 
