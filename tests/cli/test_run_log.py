@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from kit.runs import SMALL
 
+from turnwright.cli import options
 from turnwright.cli.main import main
 from turnwright.display import run_log
 from turnwright.display.run_log import LOG_LEVELS, LoggingListener, logged
@@ -127,6 +128,7 @@ def test_the_level_decides_what_is_written_and_off_writes_nothing(tmp_path: Path
         for level in LOG_LEVELS
     }
     assert written == {"debug": 4, "info": 3, "warning": 2, "error": 1, "off": 0}
+    assert options.LOG_LEVELS == LOG_LEVELS, "the command has them without importing a display"
     with pytest.raises(UsageError, match="write debug, info"), logged(tmp_path, "loud"):  # type: ignore[arg-type]
         pass
 
@@ -177,6 +179,46 @@ def test_warnings_of_modules_still_reach_the_terminal_and_events_only_the_log(
     assert capsys.readouterr().err == "a server is gone\n"
     assert [line.split()[-1] for line in messages(tmp_path)] == ["event", "gone"]
     assert logging.getLogger("turnwright").handlers == []
+
+
+def test_the_log_changes_nothing_of_what_a_program_shows_itself(tmp_path: Path) -> None:
+    package = logging.getLogger("turnwright")
+    engines = logging.getLogger("turnwright.engines")
+    shown: list[str] = []
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record.getMessage())
+
+    def say() -> list[str]:
+        shown.clear()
+        run_log.log.info("an event")
+        run_log.log.warning("a warning")
+        engines.debug("a detail")
+        package.info("of the package")
+        return [*shown]
+
+    root = logging.getLogger()
+    handler = Shown()
+    root.addHandler(handler)
+    try:
+        for root_level, engines_level, expected in (
+            (logging.WARNING, logging.NOTSET, ["a warning"]),
+            (logging.WARNING, logging.DEBUG, ["a warning", "a detail"]),
+            (logging.INFO, logging.NOTSET, ["an event", "a warning", "of the package"]),
+        ):
+            root.setLevel(root_level)
+            engines.setLevel(engines_level)
+            assert say() == expected
+            with logged(tmp_path, "debug"):
+                assert say() == expected
+            assert say() == expected
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(logging.WARNING)
+        engines.setLevel(logging.NOTSET)
+    assert len(messages(tmp_path)) == 12
+    assert (package.handlers, package.level, package.propagate) == ([], logging.NOTSET, True)
 
 
 def test_a_run_dir_is_no_failure_while_another_process_writes_it(tmp_path: Path) -> None:

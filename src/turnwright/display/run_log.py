@@ -100,24 +100,58 @@ def logged(run: Path, level: LogLevel) -> Iterator[None]:
         yield
         return
 
+    run_log = _RunLogHandler(run / LOG_FILE)
+    run_log.setLevel(level.upper())
+    run_log.setFormatter(_SafeFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    handlers: list[logging.Handler] = [run_log]
+
     package = logging.getLogger("turnwright")
     level_before = package.level
-    handlers: list[logging.Handler] = [_RunLogHandler(run / LOG_FILE)]
-    handlers[0].setLevel(level.upper())
-    handlers[0].setFormatter(_SafeFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    propagated_before = package.propagate
     if not package.hasHandlers():
         handlers.append(_LastResort())
+    elif package.propagate:
+        handlers.append(_AsBefore(package))
+        package.propagate = False
 
     for handler in handlers:
         package.addHandler(handler)
-    package.setLevel(min(handlers[0].level, package.getEffectiveLevel()))
+    package.setLevel(min(run_log.level, package.getEffectiveLevel()))
     try:
         yield
     finally:
         package.setLevel(level_before)
+        package.propagate = propagated_before
         for handler in handlers:
             package.removeHandler(handler)
             handler.close()
+
+
+class _AsBefore(logging.Handler):
+    """Hands records on to the handlers that a program set up, those that they got before the log.
+
+    A level is asked of the logger of a record only, so that these handlers would take what the log
+    alone asks for.
+    """
+
+    def __init__(self, package: logging.Logger) -> None:
+        super().__init__()
+        self._package = package
+        self._level_before = package.getEffectiveLevel()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        above = self._package.parent
+        if above is not None and record.levelno >= self._level_of(record.name):
+            above.callHandlers(record)
+
+    def _level_of(self, name: str) -> int:
+        """Return the level of a logger without that of the log."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None and logger is not self._package:
+            if logger.level != logging.NOTSET:
+                return logger.level
+            logger = logger.parent
+        return self._level_before
 
 
 class _LastResort(logging.Handler):
