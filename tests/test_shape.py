@@ -174,6 +174,7 @@ OTHERS = {
     ("turnwright/cli/completion.py", "action.complete"): "where shtab looks for it",
     ("turnwright/cli/main.py", "args.overrides"): "argparse",
     ("turnwright/cli/main.py", "warnings.formatwarning"): "the hook that Python has for it",
+    ("turnwright/display/run_log.py", "package.propagate"): "logging",
     ("turnwright/config/recipe.py", "merged.origins"): "a copy, by the function that makes it",
     ("turnwright/engines/local/engine.py", "self._finalizer.atexit"): "weakref",
     ("turnwright_compat/trl/script.py", "sys.argv"): "the command line of a script that runs",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from turnwright.config import EnvRules, ModelConfig, ResolvedConfig, RunConfig, tiny
 from turnwright.config.fields import keys_by_name
 from turnwright.config.names import HISTORY_OBJECT
-from turnwright.config.recipe import from_python
+from turnwright.config.recipe import as_toml, from_python
 from turnwright.config.values import changed, check_section
 from turnwright.errors import ConfigError, did_you_mean, missing_training
 from turnwright.types import Task
@@ -124,11 +124,18 @@ def _resumed_settings(run: Path, settings: Mapping[str, Any]) -> ResolvedConfig:
     """Return the settings of a run that is resumed, with those that extend it."""
     from turnwright.config.dump import extend_run
 
+    return extend_run(run, as_overrides(settings))
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return sections that were given in Python as options of the command line."""
+    from turnwright.config.dump import toml_value
+
     words = []
     for name, section in settings.items():
         for key, value in as_mapping(section).items():
-            words.append(f"--{name}.{key}={value}")
-    return extend_run(run, words)
+            words.append(f"--{name}.{key}={toml_value(as_toml(value))}")
+    return words
 
 
 def new_settings(
@@ -138,18 +145,13 @@ def new_settings(
     history: History,
     settings: Mapping[str, Any],
     place: str,
+    *,
+    training: bool = True,
 ) -> ResolvedConfig:
     """Return settings that were given in Python, checked; `place` names the call in errors."""
     from turnwright.renderers.history import policy_name
 
-    arguments = ("env", "out", "seed", "model")
-    sections = [name for name in RunConfig.__dataclass_fields__ if name not in arguments]
-    for name in settings:
-        if name not in sections:
-            function = place.removeprefix("tw.")
-            likely = _likely_section(name, sections)
-            raise ConfigError(f"{function} has no setting {name!r}; {likely}")
-
+    check_sections(settings, place)
     if model is None:
         model = tiny()
     elif not isinstance(model, ModelConfig):
@@ -162,7 +164,18 @@ def new_settings(
         history_name = f"{HISTORY_OBJECT}{policy_name(history)}"
     if history_name != "append":
         given["rollout"] = {**as_mapping(given.get("rollout", {})), "history": history_name}
-    return from_python(given, place)
+    return from_python(given, place, training=training)
+
+
+def check_sections(settings: Mapping[str, Any], place: str) -> None:
+    """Raise `ConfigError` for what is no section of the configuration; `place` names the call."""
+    arguments = ("env", "out", "seed", "model")
+    sections = [name for name in RunConfig.__dataclass_fields__ if name not in arguments]
+    for name in settings:
+        if name not in sections:
+            function = place.removeprefix("tw.")
+            likely = _likely_section(name, sections)
+            raise ConfigError(f"{function} has no setting {name!r}; {likely}")
 
 
 def as_mapping(section: Any) -> Mapping[str, Any]:

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwright.api import as_mapping, new_settings
+from turnwright.api import as_mapping, as_overrides, check_sections, new_settings
 from turnwright.config import EnvRules, ModelConfig, ResolvedConfig
-from turnwright.config.dump import toml_value
 from turnwright.config.values import check_section
 from turnwright.errors import ConfigError, UsageError, missing_training
 from turnwright.records import NullListener, ProgressListener
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     from turnwright.renderers.history import History
     from turnwright.training.evaluation import EvalResult
     from turnwright.training.task_plan import TaskChoice
+
+PLACE = "tw.evaluate()"
+"""Name of the call in errors."""
 
 PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128)
 """Values of k for which pass@k is given, besides the number of episodes of each task."""
@@ -118,7 +120,7 @@ def evaluate(
     run: str | Path | None = None,
     samples: int | None = None,
     seed: int | None = None,
-    history: History = "append",
+    history: History | None = None,
     rules: EnvRules | None = None,
     progress: bool | None = None,
     **settings: Any,
@@ -148,7 +150,8 @@ def evaluate(
             `model` names another.
         samples: sampled episodes per task; None is `eval.samples`.
         seed: seed of every random draw; None is that of the run, or 0.
-        history: earlier turns in the prompt, as in `turnwright.rollout`.
+        history: earlier turns in the prompt, as in `turnwright.rollout`; None is that of the run,
+            or `append`.
         rules: handling of invalid actions and failures, as in `turnwright.rollout`.
         progress: whether progress is shown; None shows it in notebooks and terminals.
         settings: sections of the configuration, such as `limits={"turns": 4}` or
@@ -158,31 +161,36 @@ def evaluate(
         UsageError: for an invalid argument.
         TurnwrightError: if too many episodes fail.
     """
-    held_out = None if tasks is None else list(tasks)
-    if isinstance(tasks, Task) or not all(isinstance(task, Task) for task in held_out or ()):
-        raise UsageError("tasks must be a list of turnwright.Task objects: tasks=[tw.Task(...)]")
+    held_out = None if tasks is None else _task_list(tasks)
     settings = dict(settings)
     if samples is not None:
         settings["eval"] = {**as_mapping(settings.get("eval", {})), "samples": samples}
 
     if run is not None:
-        resolved = _settings_of_run(Path(run), seed, settings)
+        resolved = _settings_of_run(Path(run), model, seed, history, settings)
     else:
         resolved = new_settings(
             model if isinstance(model, ModelConfig) else None,
             "runs/run",
             seed or 0,
-            history,
+            history or "append",
             settings,
-            "tw.evaluate()",
+            PLACE,
+            training=False,
         )
     specs = _specs(env, resolved, held_out, rules)
-    checkpoint = run if model is None else model
+
+    # The last checkpoint of the run is played, unless a model is named.
+    checkpoint = run
+    if isinstance(model, ModelConfig):
+        checkpoint = run if model.path is None else None
+    elif model is not None:
+        checkpoint = model
     with closing(progress_listener(progress)) as watch:
         try:
             return evaluate_config(
                 resolved,
-                checkpoint=None if isinstance(checkpoint, ModelConfig) else checkpoint,
+                checkpoint=checkpoint,
                 engine=engine,
                 watch=watch,
                 env_specs=specs,
@@ -193,15 +201,36 @@ def evaluate(
             raise (missing_training(error) or error) from None
 
 
-def _settings_of_run(run: Path, seed: int | None, settings: Mapping[str, Any]) -> ResolvedConfig:
+def _task_list(tasks: Iterable[Task]) -> list[Task]:
+    """Return tasks as a list; raise `UsageError` for anything else."""
+    is_one = isinstance(tasks, Task)
+    listed = [] if is_one else list(tasks)
+    if is_one or not all(isinstance(task, Task) for task in listed):
+        raise UsageError("tasks must be a list of turnwright.Task objects: tasks=[tw.Task(...)]")
+    return listed
+
+
+def _settings_of_run(
+    run: Path,
+    model: ModelConfig | str | Path | None,
+    seed: int | None,
+    history: History | None,
+    settings: Mapping[str, Any],
+) -> ResolvedConfig:
     """Return the settings of a run, with changes."""
     from turnwright.config.dump import load_run_config
     from turnwright.config.recipe import override
 
-    words = [] if seed is None else [f"--seed={seed}"]
-    for name, section in settings.items():
-        for key, value in as_mapping(section).items():
-            words.append(f"--{name}.{key}={toml_value(value)}")
+    check_sections(settings, PLACE)
+    changes = dict(settings)
+    if isinstance(model, ModelConfig):
+        changes["model"] = model
+    if isinstance(history, str):
+        changes["rollout"] = {**as_mapping(changes.get("rollout", {})), "history": history}
+
+    words = as_overrides(changes)
+    if seed is not None:
+        words.append(f"--seed={seed}")
     return override(load_run_config(run), words, training=False)
 
 

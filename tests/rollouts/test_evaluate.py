@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import json
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kit.runs import SMALL
 
 import turnwright as tw
 from turnwright.cli.main import main
+from turnwright.config import ModelConfig
 from turnwright.errors import ConfigError, UsageError
 from turnwright.records import ProgressListener
 from turnwright.records.episode_metrics import wilson
@@ -96,6 +98,13 @@ def test_a_run_is_evaluated_as_the_command_does(
     assert len(result.episodes) == 8
     assert len(result.trajectories["greedy"]) == 4
 
+    # What is given with the run replaces what it has, also its history and its model.
+    assert tw.evaluate(run=trained, samples=1, history="template", eval={"greedy": False}).n == 4
+    with pytest.raises(ConfigError, match="history"):
+        tw.evaluate(run=trained, history="no such history")
+    with pytest.raises(ConfigError, match="elsewhere"):
+        tw.evaluate(run=trained, model=ModelConfig(path="elsewhere"))
+
     by_model = tw.evaluate("hop", model=trained, samples=2, eval={"tasks": 4}, limits={"turns": 3})
     assert by_model.n == 8
 
@@ -112,12 +121,20 @@ def test_limits_and_rules_are_those_that_are_given() -> None:
     assert result.stops == {"max_turns": 1}
 
 
+def test_what_only_training_needs_is_not_asked_of_an_evaluation() -> None:
+    result = tw.evaluate(
+        Guess, tasks=TASKS[:1], engine=tw.ScriptedEngine(["yes"]), train={"algorithm": "gone"}
+    )
+    assert result.n == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ({}, "needs an environment"),
         ({"env": Guess, "tasks": []}, "has no tasks"),
         ({"env": Guess, "tasks": ["x"]}, "tasks must be a list of turnwright.Task"),
+        ({"env": Guess, "tasks": TASKS[0]}, "tasks must be a list of turnwright.Task"),
         ({"env": Guess, "tasks": TASKS, "evall": {}}, r"evaluate\(\) has no setting 'evall'"),
         ({"env": Guess, "tasks": TASKS, "engine": "vllm"}, "unknown engine"),
         ({"env": Guess, "tasks": TASKS}, "no model"),
@@ -153,20 +170,23 @@ def test_each_episode_counts_once_however_often_it_is_played() -> None:
     assert watch.figures[-1][1] == {"turns": 1.0, "reward": 1.0}
 
 
-def test_counting_an_episode_takes_no_longer_after_many_others() -> None:
+@given(st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(-3, 3))))
+def test_figures_are_means_over_the_last_plays(plays: list[tuple[int, int | None]]) -> None:
     [played] = tw.rollout(Guess, TASKS[:1], tw.ScriptedEngine(["yes"]))
     watch = Watch()
     counted = EpisodeProgress(watch)
-    episodes = 20_000
-    counted.begin("rollout", episodes)
-    began = time.process_time()
-    for number in range(episodes):
-        played.key = replace(played.key, sample=number)
-        played.reward = float(number % 2)
+    counted.begin("rollout", 5)
+    last = {}
+    for sample, reward in plays:
+        played.key = replace(played.key, sample=sample)
+        played.reward = None if reward is None else float(reward)
         counted.finished(played)
-    # 0.2 s, and 46 s if each adds up all others.
-    assert time.process_time() - began < 5
-    assert watch.figures[-1] == (episodes, {"turns": 1.0, "reward": 0.5})
+        last[sample] = reward
+        rewards = [value for value in last.values() if value is not None]
+        figures = {"turns": 1.0}
+        if rewards:
+            figures["reward"] = sum(rewards) / len(rewards)
+        assert watch.figures[-1] == (len(last), figures)
 
 
 class Terminal(io.StringIO):

@@ -51,7 +51,7 @@ def test_without_progress_it_says_what_is_pending(capfd):
     said = capfd.readouterr().err
     assert re.search(r"turnwright: no progress for \d+ s; 3 episodes pending", said)
     for number in range(3):
-        assert re.search(rf"  rollout/0/t{number}/0/0  turn 2  step  \d+\.\d s\n", said)
+        assert re.search(rf"  rollout 0 / t{number} / 0  turn 2  step  \d+\.\d s\n", said)
     assert said.count("no progress") <= 3, "each time after twice as long"
     assert f"kill -USR1 {os.getpid()}" in said
 
@@ -81,7 +81,7 @@ def test_asked_by_a_signal_it_shows_stacks_and_gives_the_signal_back(capfd):
     timer.join()
     said = capfd.readouterr().err
     assert "3 episodes pending" in said
-    assert re.search(r"  rollout/0/t0/0/0  turn 2  step", said)
+    assert re.search(r"  rollout 0 / t0 / 0  turn 2  step", said)
     assert re.search(r"test_rollout_watchdog\.py:\d+ in Stuck\.step", said)
     assert "thread MainThread:" in said
     assert signal.getsignal(signal.SIGUSR1) == before

@@ -128,12 +128,15 @@ def override(
     return merged.resolved(merged.origins, COMMAND_LINE, context, resolved.recipe, given=overridden)
 
 
-def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
+def from_python(
+    settings: Mapping[str, Any], place: str, *, training: bool = True
+) -> ResolvedConfig:
     """Build a configuration from settings in Python, validated like a recipe.
 
     Environments are given as objects. `settings` are sections by name, as dicts or dataclasses
     (values that differ from their defaults count as given), and plain values (`out`, `seed`).
-    `place` names the source in a ConfigError, which is one line.
+    `place` names the source in a ConfigError, which is one line. What only training needs is
+    checked for `training`.
 
     Example::
 
@@ -143,18 +146,18 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     merged = ConfigMerge()
     for name, value in settings.items():
         is_section = is_dataclass(value) and not isinstance(value, type)
-        table = {name: _as_toml(changed(value) if is_section else value)}
+        table = {name: as_toml(changed(value) if is_section else value)}
         _make_absolute(table, Path())
         merged.add(table, place, where=place)
-    return merged.resolved(merged.origins, place, Context(has_objects=True))
+    return merged.resolved(merged.origins, place, Context(training, has_objects=True))
 
 
-def _as_toml(value: Any) -> Any:
+def as_toml(value: Any) -> Any:
     """Convert a Python value to the types of TOML."""
     if isinstance(value, Mapping):
-        return {str(key): _as_toml(item) for key, item in value.items()}
+        return {str(key): as_toml(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_as_toml(item) for item in value]
+        return [as_toml(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
