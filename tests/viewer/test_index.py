@@ -416,6 +416,29 @@ def test_a_run_that_was_replaced_or_has_shrunk_is_indexed_anew(tmp_path):
     assert index.find(EpisodeFilter()).rows == []
 
 
+def test_half_a_line_that_a_killed_run_leaves_is_not_waited_for(tmp_path):
+    rng = random.Random(2)
+    row = record(rng, 0)
+    run = write(tmp_path / "run", [row])
+    write(run, [{"key": [*row["key"].values()], "advantage": 1.0}], "training.jsonl")
+    index = RunIndex(run)
+    for name in ("trajectories.jsonl", "training.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(b'{"key": {"phase"')
+    progress = index.progress()
+    assert progress["read"] == 0 < progress["size"], "there are lines to read"
+    index.update()
+    progress = index.progress()
+    assert progress["read"] == progress["size"] > 0
+    with (run / "training.jsonl").open("ab") as file:
+        file.write(b": 3}}\n")
+    progress = index.progress()
+    assert progress["read"] < progress["size"], "the line has its end now"
+    index.update()
+    progress = index.progress()
+    assert progress["read"] == progress["size"]
+
+
 def test_training_that_was_done_again_counts_once(tmp_path):
     row = trajectory(random.Random(1))
     key = [*row["key"].values()]

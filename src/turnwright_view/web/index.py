@@ -239,12 +239,13 @@ class RunIndex:
         return self._asked(index_tables.read_state)
 
     def progress(self) -> dict[str, int]:
-        """Return how many bytes of both files were read, of how many, and the number of
-        episodes."""
+        """Return how many bytes of both files were read, of how many in complete lines, and the
+        number of episodes."""
         state = self.state()
-        sizes = [status[2] for status in map(_status, (self.trajectories, self.training)) if status]
+        size = _size_of_lines(self.trajectories, state.read)
+        size += _size_of_lines(self.training, state.trained_read)
         read = state.read + state.trained_read
-        return {"read": read, "size": max(sum(sizes), read), "count": state.episodes}
+        return {"read": read, "size": max(size, read), "count": state.episodes}
 
     def problems(self) -> list[str]:
         """Return what could not be read, one line each."""
@@ -441,6 +442,17 @@ def _status(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return (status.st_dev, status.st_ino, status.st_size) if path.is_file() else None
+
+
+def _size_of_lines(path: Path, read: int) -> int:
+    """Return the bytes of a file of which so many were read; without those of a last line that has
+    no end, which a process that was killed leaves for good."""
+    status = _status(path)
+    size = 0 if status is None else status[2]
+    with suppress(OSError):  # what cannot be opened is not read yet
+        if size > read and next(complete_lines(path, read), None) is None:
+            return read
+    return size
 
 
 def _first_line(path: Path) -> str:
