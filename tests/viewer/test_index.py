@@ -478,6 +478,26 @@ def test_the_index_is_in_the_cache_of_the_user_and_a_temporary_folder_where_that
     assert not index.file.parent.exists()
 
 
+def test_another_cache_folder_meanwhile_costs_no_index(tmp_path, monkeypatch):
+    index = indexed(write(tmp_path / "run", [trajectory(random.Random(1))]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    index.close()
+    assert index.file.exists(), "only a temporary folder is removed"
+
+
+def test_a_question_that_outlives_its_index_leaves_no_connection(tmp_path):
+    index = indexed(write(tmp_path / "run", [trajectory(random.Random(1))]))
+
+    def ask(sql):
+        index.close()
+        asked.append(sql)
+
+    asked = []
+    index._asked(ask)
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        asked[0].execute("SELECT 1")
+
+
 def test_indexes_that_nobody_used_for_thirty_days_go(tmp_path):
     old = indexed(write(tmp_path / "old", [trajectory(random.Random(1))]))
     new = indexed(write(tmp_path / "new", [trajectory(random.Random(1))]))
