@@ -3,9 +3,11 @@ be (at once, in pieces, after a crash, beside another viewer), it is the same.""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -476,6 +478,37 @@ def test_the_index_is_in_the_cache_of_the_user_and_a_temporary_folder_where_that
     assert index.file.parent.name.startswith("turnwright-view-")
     index.close()
     assert not index.file.parent.exists()
+
+
+def test_a_cache_without_locks_is_not_used(tmp_path, monkeypatch):
+    flock = cache.fcntl.flock
+
+    def without_locks(file, operation):
+        if Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(cache.cache_folder()):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        flock(file, operation)
+
+    monkeypatch.setattr(cache.fcntl, "flock", without_locks)
+    file = cache.index_file(tmp_path, 1)
+    assert file.parent.name.startswith("turnwright-view-")
+    shutil.rmtree(file.parent)
+
+
+def test_a_cache_that_is_emptied_meanwhile_is_filled_again(tmp_path):
+    index = indexed(write(tmp_path / "run", [trajectory(random.Random(1))]))
+    shutil.rmtree(index.file.parent)
+    assert index.state().episodes == 0
+    assert not index.update(), "nobody else writes it"
+    assert index.state().episodes == 1
+
+
+def test_a_lock_that_cannot_be_had_is_an_error_and_not_waited_for(tmp_path):
+    index = indexed(write(tmp_path / "run", [trajectory(random.Random(1))]))
+    lock = index.file.with_name(index.file.name + ".lock")
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(IsADirectoryError):
+        index.update()
 
 
 def test_another_cache_folder_meanwhile_costs_no_index(tmp_path, monkeypatch):

@@ -19,8 +19,8 @@ from pathlib import Path
 KEPT_DAYS = 30
 """Days without use after which an index is removed."""
 
-SUFFIXES = ("", "-wal", "-shm", ".lock")
-"""Endings of the files of one index."""
+DATABASE_SUFFIXES = ("", "-wal", "-shm")
+"""Endings of SQLite's files of one index."""
 
 
 def cache_folder() -> Path:
@@ -36,8 +36,9 @@ def index_file(run: Path, version: int) -> Path:
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # a full or read-only disk fails here
-            pass
+        # A full or read-only disk fails here, and one whose file system has no locks.
+        with tempfile.TemporaryFile(dir=folder) as trial:
+            fcntl.flock(trial, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix="turnwright-view-"))
     return folder / f"{name.hexdigest()}.sqlite"
@@ -45,7 +46,7 @@ def index_file(run: Path, version: int) -> Path:
 
 def remove_index(file: Path) -> None:
     """Remove the files of an index, but not its lock, which others may wait for."""
-    for suffix in SUFFIXES[:-1]:
+    for suffix in DATABASE_SUFFIXES:
         with suppress(OSError):
             file.with_name(file.name + suffix).unlink()
 
@@ -58,7 +59,7 @@ def remove_unused(now: float | None = None) -> list[Path]:
         with suppress(OSError), exclusive(file) as is_mine:
             if is_mine and file.stat().st_mtime < oldest:
                 remove_index(file)
-                file.with_name(file.name + SUFFIXES[-1]).unlink()
+                _lock_file(file).unlink()
                 removed.append(file)
     return removed
 
@@ -71,22 +72,26 @@ def mark_used(file: Path) -> None:
 
 @contextmanager
 def exclusive(file: Path) -> Iterator[bool]:
-    """Hold the right to write an index; yield False where another process or thread has it."""
-    try:
-        lock = os.open(file.with_name(file.name + SUFFIXES[-1]), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError:
-        yield False
-        return
+    """Hold the right to write an index; yield False where another process or thread has it.
+
+    Raises `OSError` where it cannot be had at all, so that nobody waits for it.
+    """
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a user may empty the cache
+    lock = os.open(_lock_file(file), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             yield False
             return
         # One that was removed meanwhile excludes nobody.
-        yield _is_at(lock, file.with_name(file.name + SUFFIXES[-1]))
+        yield _is_at(lock, _lock_file(file))
     finally:
         os.close(lock)
+
+
+def _lock_file(file: Path) -> Path:
+    return file.with_name(file.name + ".lock")
 
 
 def _is_at(opened: int, path: Path) -> bool:
