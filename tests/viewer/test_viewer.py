@@ -371,6 +371,18 @@ def test_what_has_not_changed_is_not_sent_again(server, run):
         assert get(server, path)[1]["Cache-Control"] == "no-store"
 
 
+def test_a_run_that_was_begun_anew_sends_all_its_rows(server, run):
+    rows = get_json(server, "/api/run", run="hop")["rows"]
+    page = get_json(server, "/api/run", run="hop", since=len(rows))
+    assert (page["since"], page["rows"]) == (len(rows), [])
+    (run / "metrics.jsonl").write_text('{"phase": "train", "step": 1, "reward": 0.25}\n')
+    page = get_json(server, "/api/run", run="hop", since=len(rows))
+    assert (page["since"], [row["reward"] for row in page["rows"]]) == (0, [0.25])
+    (run / "metrics.jsonl").write_text("")
+    page = get_json(server, "/api/run", run="hop", since=1)
+    assert (page["since"], page["rows"]) == (0, [])
+
+
 @given(st.dictionaries(st.text(), st.lists(st.text())))
 def test_embedded_data_cannot_end_its_element_and_reads_back(value):
     text = embed_json(value)

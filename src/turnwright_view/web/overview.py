@@ -28,8 +28,13 @@ from turnwright_view.web.texts import truncate
 
 
 def overview(index: RunIndex, run_id: str, name: str, state: str, since: int = 0) -> dict[str, Any]:
-    """Return the page of a run, with rows of metrics from index `since` on."""
+    """Return the page of a run, with rows of metrics from index `since` on.
+
+    `since` of the page says which rows it has: all of a run that was begun anew and has fewer.
+    """
     run = read_run(index.path)
+    if since > len(run.rows):
+        since = 0
     progress = index.progress()
     evaluations = held_out(run)
     diagnoses = diagnoses_of(run)
