@@ -15,7 +15,6 @@ from turnwright.display.run_data import read_run
 from turnwright.display.text import single_line
 from turnwright.errors import UsageError
 from turnwright_view.web.episode import episode_page
-from turnwright_view.web.episode_rows import key_of_address
 from turnwright_view.web.index import RunIndex
 from turnwright_view.web.index_tables import Found
 from turnwright_view.web.search import EpisodeFilter
@@ -109,12 +108,12 @@ class TuiState:
             self.record = None
 
     def _open(self) -> None:
-        (row,) = self.rows(self.selected, 1)
-        key = key_of_address(row["key"])
-        columns = None if key is None else self.index.episode(key)
-        if columns is not None:
-            self.record = escape_json(episode_page(self.index, columns))
-            self.top = 0
+        # The table may have become shorter: a run can be begun anew while one looks at it.
+        for row in self.rows(self.selected, 1):
+            columns = self.index.at(row["number"])
+            if columns is not None:
+                self.record = escape_json(episode_page(self.index, columns))
+                self.top = 0
 
     def lines(self, height: int) -> list[list[Line]]:
         """Return the lines between head and foot, each a list of pieces; long texts

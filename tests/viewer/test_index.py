@@ -418,6 +418,16 @@ def test_a_run_that_was_replaced_or_has_shrunk_is_indexed_anew(tmp_path):
     assert index.find(EpisodeFilter()).rows == []
 
 
+def test_rows_of_an_index_that_was_emptied_meanwhile_have_no_texts(tmp_path):
+    index = indexed(write(tmp_path / "run", [trajectory(random.Random(1))]))
+    columns = index.at(0)
+    assert index.row(columns)["reply"]
+    (index.path / "trajectories.jsonl").unlink()
+    index.update()
+    row = index.row(columns)
+    assert (row["key"], row["reply"]) == (columns.key.address, "")
+
+
 def test_half_a_line_that_a_killed_run_leaves_is_not_waited_for(tmp_path):
     rng = random.Random(2)
     row = record(rng, 0)

@@ -56,6 +56,19 @@ def test_keys_move_open_filter_and_leave(run):
     assert state.over
 
 
+def test_a_run_that_is_begun_anew_while_an_episode_is_open_ends_nothing(run):
+    index = RunIndex(run)
+    index.update()
+    state = TuiState(index)
+    state.key("\r")
+    (run / "trajectories.jsonl").write_bytes(b"")
+    index.update()
+    state.key("n")
+    assert state.record is not None
+    state.key("q")
+    assert state.lines(10) == []
+
+
 def test_tokens_are_told_with_id_and_logprob(run):
     index = RunIndex(run)
     index.update()

@@ -136,6 +136,10 @@ def test_filters_find_what_they_name(server):
     assert get(server, "/api/episodes?run=hop&sort=x")[0] == 400
     assert get(server, "/api/episodes?run=hop&tie=x")[0] == 400
     assert get(server, "/api/episodes?run=hop&group=x")[0] == 400
+    large = 10**20  # more than SQLite has integers for
+    assert get(server, f"/api/episodes?run=hop&start={large}")[0] == 400
+    assert get(server, f"/api/episodes?run=hop&group=train/{large}/x")[0] == 400
+    assert get(server, f"/api/episode?run=hop&key=train/{large}/x/0/0")[0] == 400
     pages = [
         get_json(server, "/api/episodes", run="hop", start=start, most=10) for start in (0, 10, 20)
     ]

@@ -467,4 +467,5 @@ def rows_of(sql: sqlite3.Connection, found: Sequence[EpisodeColumns]) -> list[di
     select = f"SELECT number, prompt, reply FROM shown WHERE number IN ({marks})"
     shown = sql.execute(select, [columns.number for columns in found]).fetchall()
     texts = {number_: (prompt, reply) for number_, prompt, reply in shown}
-    return [row_of(columns, *texts[columns.number]) for columns in found]
+    # There are none where another viewer has emptied the index since the rows were found.
+    return [row_of(columns, *texts.get(columns.number, ("", ""))) for columns in found]

@@ -225,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return _error(HTTPStatus.FORBIDDEN, f"access denied: {why}")
             known = self.headers.get("If-None-Match") or ""
             return respond(self.server.session, parts.path, query, known)
-        except (KeyError, ValueError, IndexError):
+        except (KeyError, ValueError, IndexError, OverflowError):  # also integers over 64 bits
             return _error(HTTPStatus.BAD_REQUEST, "invalid request")
         except OSError as error:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
