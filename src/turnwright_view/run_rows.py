@@ -135,7 +135,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
             run_id = _folder_name(path)
             if folder != path:
                 run_id = folder.relative_to(path).as_posix()
-            runs[_unused(run_id, runs)] = folder
+            runs[unused_id(run_id, runs)] = folder
     return runs
 
 
@@ -180,7 +180,7 @@ def _folders_in(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _unused(run_id: str, taken: Mapping[str, Path]) -> str:
+def unused_id(run_id: str, taken: Mapping[str, Path]) -> str:
     """Return an id that no other run has: `quickstart`, then `quickstart-2`."""
     unused = run_id
     suffix = 1
@@ -230,7 +230,7 @@ class _RunReader:
     def row(self, run_id: str) -> RunRow:
         """Return the row as it is now."""
         running = is_locked(self._path)
-        seen = (running, [_look(self._path / name) for name in _SEEN_FILES])
+        seen = (running, [file_stamp(self._path / name) for name in _SEEN_FILES])
         is_new = seen != self._seen
         if is_new:
             self._seen = seen
@@ -479,7 +479,7 @@ def _is_regular(path: Path) -> bool:
         return False
 
 
-def _look(path: Path) -> tuple[int, int] | None:
+def file_stamp(path: Path) -> tuple[int, int] | None:
     """Return what tells whether a file has changed: its size and the time of its last change."""
     try:
         status = os.stat(path)

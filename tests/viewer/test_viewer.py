@@ -246,6 +246,24 @@ def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tm
         ] == pytest.approx([1.0] * 8)
 
 
+def test_metrics_are_read_for_names_of_policies_only_when_they_have_changed(run, monkeypatch):
+    from turnwright_view.web import index as index_module
+
+    index = RunIndex(run)
+    index.update()
+    read = index_module.read_run
+    reads = []
+    monkeypatch.setattr(index_module, "read_run", lambda path: reads.append(path) or read(path))
+    for number in range(3):
+        assert episode_page(index, index.at(number))["spans"][1]["policy"]
+    assert len(reads) == 1
+    assert index.policies().label({"origin": "model", "version": 1050}) != "after 50 steps"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "warmup", "step": 1000}\n')
+    assert index.policies().label({"origin": "model", "version": 1050}) == "after 50 steps"
+    assert len(reads) == 2
+
+
 def test_a_run_with_one_policy_names_none(server):
     rows = episodes(server, phase="train", step_min=3, step_max=3)["rows"]
     for row in rows:

@@ -14,7 +14,6 @@ from turnwright.display.run_data import (
     lines_of,
     mapping,
     number,
-    read_run,
     sentence_of,
 )
 from turnwright.display.text import text_of
@@ -37,17 +36,14 @@ MAX_INFO = 50
 """Maximum entries of a turn's info, and calls of a turn."""
 
 
-def episode_page(
-    index: RunIndex, columns: EpisodeColumns, policies: PolicyNames | None = None
-) -> dict[str, Any]:
+def episode_page(index: RunIndex, columns: EpisodeColumns) -> dict[str, Any]:
     """Return one episode in full; of a record that cannot be shown, the reason as its error.
 
     Such a record is counted by the index, since its line had nothing wrong until it was opened.
     """
-    policies = policies or read_run(index.path).policies
     trained = index.trained(columns)
     try:
-        return _page(index, columns, index.record(columns), trained, policies)
+        return _page(index, columns, index.record(columns), trained)
     except OSError:
         raise
     except Exception as error:
@@ -57,12 +53,10 @@ def episode_page(
             f"{index.trajectories.name}"
         )
         row = {"error": {"type": type(error).__name__, "phase": "reading", "message": why}}
-        return _page(index, columns, row, {}, policies)
+        return _page(index, columns, row, {})
 
 
-def _page(
-    index: RunIndex, columns: EpisodeColumns, row: Row, trained: Row, policies: PolicyNames
-) -> dict[str, Any]:
+def _page(index: RunIndex, columns: EpisodeColumns, row: Row, trained: Row) -> dict[str, Any]:
     before, behind = index.neighbors(columns.number)
     stop = str(row.get("stop") or "")
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
@@ -85,7 +79,7 @@ def _page(
         "advantage": training.advantage,
         "untrained": truncate(columns.untrained),
         "opening": [] if turns else _messages(mapping(row.get("task")).get("messages")),
-        "spans": _spans(row, turns, training, policies),
+        "spans": _spans(row, turns, training, index.policies()),
         "turns": [_turn(turn) for turn in turns],
         "failed": [
             _turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)

@@ -20,8 +20,17 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnwright.display.run_data import Row, mapping, parse, read_line, unreadable_lines
+from turnwright.display.run_data import (
+    PolicyNames,
+    Row,
+    mapping,
+    parse,
+    read_line,
+    read_run,
+    unreadable_lines,
+)
 from turnwright.records.run_dir import complete_lines
+from turnwright_view.run_rows import file_stamp
 from turnwright_view.web import cache, index_tables
 from turnwright_view.web.episode_rows import (
     EpisodeAddress,
@@ -80,6 +89,8 @@ class RunIndex:
         """Offsets of records whose pages could not be made when they were opened."""
         self.error = ""
         """Why the index cannot be written; empty while it can."""
+        self._policies: tuple[object, PolicyNames] = (None, PolicyNames({}, 0))
+        """What the files of `policies` looked like, and what was read from them."""
         self._idle: list[_Connection] = []
         self._lock = threading.Lock()
         self._requests = 0
@@ -316,6 +327,19 @@ class RunIndex:
         with self.training.open("rb") as file:
             file.seek(columns.trained_at)
             return mapping(parse(file.readline()))
+
+    def policies(self) -> PolicyNames:
+        """Return the names of the run's policies.
+
+        All its metrics are read for them, which takes 0.4 s after 2,000 steps: so this happens
+        again only when the files have changed.
+        """
+        stamps = [file_stamp(self.path / name) for name in ("config.json", "metrics.jsonl")]
+        read_stamps, policies = self._policies
+        if stamps != read_stamps:
+            policies = read_run(self.path).policies
+            self._policies = (stamps, policies)
+        return policies
 
     def _search(
         self, sql: sqlite3.Connection, wanted: EpisodeFilter, order: str, start: int, most: int

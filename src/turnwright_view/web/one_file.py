@@ -20,7 +20,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from turnwright.display.run_data import PolicyNames, read_run
 from turnwright.display.text import csp_digest
 from turnwright.errors import TraceError
 from turnwright_view.run_rows import RunRow, RunRows, find_runs
@@ -224,8 +223,7 @@ def _pack(
 ) -> None:
     """Pack episodes until the room is used up; what does not fit is left out."""
     thumbnails = Thumbnails(index.path)
-    policies = read_run(index.path).policies
-    for group in _groups(index, selection, policies, told, name):
+    for group in _groups(index, selection, told, name):
         pack = _compressed(group, thumbnails)
         if len(pack) > left and len(group) > 1:
             # The last of them may still fit one by one.
@@ -249,7 +247,6 @@ def _pack(
 def _groups(
     index: RunIndex,
     selection: Sequence[EpisodeColumns],
-    policies: PolicyNames,
     told: PackingProgress,
     name: str,
 ) -> Iterator[list[dict[str, Any]]]:
@@ -258,7 +255,7 @@ def _groups(
     size = 0
     for number, columns in enumerate(selection):
         told.tell(f"packing episodes of {name}: {number} of {len(selection)}")
-        page = escape_json(episode_page(index, columns, policies))
+        page = escape_json(episode_page(index, columns))
         group.append(page)
         size += columns.length
         if len(group) == PACK or size > PACK_BYTES:

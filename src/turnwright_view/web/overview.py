@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from turnwright import files
@@ -11,6 +10,7 @@ from turnwright.display.diagnosis import findings
 from turnwright.display.run_data import Row, RunData, mapping, number, parse, read_run
 from turnwright.records.episode_metrics import METRIC_GROUPS, flatten_row
 from turnwright.records.run_dir import LOG_FILE
+from turnwright_view.run_rows import file_stamp
 from turnwright_view.web.diagnosed import diagnoses_of
 from turnwright_view.web.episode_rows import key_of
 from turnwright_view.web.evaluations import held_out
@@ -137,15 +137,7 @@ def look(index: RunIndex) -> tuple[Any, ...]:
     """Return what tells whether the page of a run has changed."""
     files = ("config.json", "summary.json", "metrics.jsonl", SANITY, LOG_FILE)
     return (
-        *(_changed(index.path / name) for name in files),
+        *(file_stamp(index.path / name) for name in files),
         index.progress(),
         index.problems(),
     )
-
-
-def _changed(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-from turnwright_view.run_rows import RunRow, RunRows, find_runs, is_run_folder
+from turnwright_view.run_rows import RunRow, RunRows, find_runs, is_run_folder, unused_id
 from turnwright_view.web.index import RunIndex
 
 SEARCH_S = 5.0
@@ -45,7 +44,7 @@ class Session:
                 known = set(self._runs.values())
                 for run_id, path in find_runs(self._paths).items():
                     if path not in known:
-                        self._runs[_unused(run_id, self._runs)] = path
+                        self._runs[unused_id(run_id, self._runs)] = path
                 self._searched = time.monotonic()
             return dict(self._runs)
 
@@ -68,6 +67,7 @@ class Session:
         path = self.runs().get(run_id)
         if path is None:
             return None
+        oldest: RunIndex | None = None
         with self._lock:
             if self._is_closed:
                 return None
@@ -78,9 +78,11 @@ class Session:
                     index.start()
             self._indexes[run_id] = index  # the last one is that which was opened last
             if len(self._indexes) > MAX_FOLLOWED:
-                oldest = next(iter(self._indexes))
-                self._indexes.pop(oldest).close()
-            return index
+                oldest = self._indexes.pop(next(iter(self._indexes)))
+        # Closing waits for a batch that is being written, and every request needs the lock.
+        if oldest is not None:
+            oldest.close()
+        return index
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -99,12 +101,3 @@ class Session:
             for index in self._indexes.values():
                 index.close()
             self._indexes.clear()
-
-
-def _unused(run_id: str, taken: Mapping[str, Any]) -> str:
-    unused = run_id
-    count = 1
-    while unused in taken:
-        count += 1
-        unused = f"{run_id}-{count}"
-    return unused
