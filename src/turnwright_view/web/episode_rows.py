@@ -214,6 +214,11 @@ def key_of(key: Row) -> EpisodeAddress:
     )
 
 
+def key_of_values(values: Sequence[Any]) -> EpisodeAddress:
+    """Return a record's key whose values stand in a list; raise `ValueError` unless it has five."""
+    return key_of(dict(zip(EpisodeAddress._fields, values, strict=True)))
+
+
 def _name(value: Any) -> str:
     """Return a name that is neither too long for a key nor the same as another's."""
     name = _storable(str(value))

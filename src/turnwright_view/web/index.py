@@ -85,6 +85,7 @@ class RunIndex:
         self.trajectories = path / "trajectories.jsonl"
         self.training = path / "training.jsonl"
         self.file = cache.index_file(path, VERSION)
+        self._is_temporary = self.file.parent != cache.cache_folder()
         self.failed: set[int] = set()
         """Offsets of records whose pages could not be made when they were opened."""
         self.error = ""
@@ -122,7 +123,7 @@ class RunIndex:
             for connection in self._idle:
                 connection.sql.close()
             self._idle.clear()
-        if self.file.parent != cache.cache_folder():
+        if self._is_temporary:
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def _follow(self) -> None:
@@ -390,7 +391,11 @@ class RunIndex:
             connection.sql.close()
             raise
         with self._lock:
-            self._idle.append(connection)
+            is_closed = self._stop.is_set()
+            if not is_closed:
+                self._idle.append(connection)
+        if is_closed:
+            connection.sql.close()
         return answer
 
     def _connection(self) -> _Connection:

@@ -18,11 +18,11 @@ from turnwright_view.web.episode_rows import (
     EpisodeAddress,
     EpisodeColumns,
     ReadEpisode,
-    key_of,
+    key_of_values,
     names_in,
     row_of,
 )
-from turnwright_view.web.search import ORDERS, EpisodeFilter, Words, indexed_text
+from turnwright_view.web.search import FACETS, ORDERS, EpisodeFilter, Words, indexed_text
 
 VERSION = 1
 """Format of the index; one of another format is not read."""
@@ -43,9 +43,8 @@ MAX_SIBLINGS = 64
 """Maximum episodes of a group on its page."""
 
 COLUMNS = ", ".join(EpisodeColumns._fields)
-_KEY = "phase, step, task, sample, attempt"
-_SAME_KEY = "phase = ? AND step = ? AND task = ? AND sample = ? AND attempt = ?"
-_FACETS = ("phase", "stop", "error", "tool", "agent")
+_KEY = ", ".join(EpisodeAddress._fields)
+_SAME_KEY = " AND ".join(f"{name} = ?" for name in EpisodeAddress._fields)
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS state (
@@ -247,8 +246,7 @@ def _update_ties(sql: sqlite3.Connection, first: int) -> None:
 def training_row(at: int, row: Row) -> tuple[Any, ...]:
     """Return the row of the table `training` for a line at an offset; raise an error for one that
     is none."""
-    names = ("phase", "step", "task", "sample", "attempt")
-    key = key_of(dict(zip(names, row["key"], strict=True)))
+    key = key_of_values(row["key"])
     reason = row.get("reason")
     return (*key, at, number(row.get("advantage")), None if reason is None else str(reason)[:400])
 
@@ -330,7 +328,7 @@ def _count_facets(sql: sqlite3.Connection) -> None:
 def read_facets(sql: sqlite3.Connection) -> dict[str, Any]:
     """Return the values of each facet with their counts, and the bounds of steps."""
     facets: dict[str, Any] = {}
-    for kind in _FACETS:
+    for kind in FACETS:
         select = (
             "SELECT value, count FROM facet WHERE kind = ? AND value != '' "
             f"ORDER BY count DESC, value LIMIT {MAX_FACETS}"

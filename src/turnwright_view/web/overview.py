@@ -12,7 +12,7 @@ from turnwright.records.episode_metrics import METRIC_GROUPS, flatten_row
 from turnwright.records.run_dir import LOG_FILE
 from turnwright_view.run_rows import file_stamp
 from turnwright_view.web.diagnosed import diagnoses_of
-from turnwright_view.web.episode_rows import key_of
+from turnwright_view.web.episode_rows import EpisodeAddress, key_of_values
 from turnwright_view.web.evaluations import held_out
 from turnwright_view.web.index import RunIndex
 from turnwright_view.web.run_tables import (
@@ -108,10 +108,9 @@ def glossary() -> dict[str, list[str]]:
 
 def _address(key: Any) -> str:
     """Return the address of a recorded key; empty for anything else."""
-    names = ("phase", "step", "task", "sample", "attempt")
-    if len(key) != len(names):
+    if len(key) != len(EpisodeAddress._fields):
         return ""
-    return key_of(dict(zip(names, key, strict=True))).address
+    return key_of_values(key).address
 
 
 def _versions(run: RunData) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +26,9 @@ ORDERS = {
     "slowest": "wall_s DESC, number",
 }
 """Orders of a list. A reward of None is the worst: SQLite sorts it before all numbers."""
+
+FACETS = ("phase", "stop", "error", "tool", "agent")
+"""Fields of a filter whose values are counted."""
 
 MAX_WORDS = 20
 """Maximum words of a search that are looked up; the rest is compared with the text."""
@@ -70,15 +73,9 @@ class EpisodeFilter:
     @property
     def facet(self) -> tuple[str, str] | None:
         """Kind and value of the only condition, where its episodes are counted; or None."""
-        for kind, value in (
-            ("phase", self.phase),
-            ("stop", self.stop),
-            ("error", self.error),
-            ("tool", self.tool),
-            ("agent", self.agent),
-        ):
-            without: dict[str, Any] = {kind: ""}
-            if value and replace(self, **without).is_empty:
+        for kind in FACETS:
+            value: Any = getattr(self, kind)
+            if value and self == EpisodeFilter(**{kind: value}):
                 return kind, value
         return None
 
@@ -133,17 +130,17 @@ def _add_bounds(column: str, bounds: Bounds, terms: list[str], values: list[Any]
 
 
 def filter_of(query: Mapping[str, str]) -> EpisodeFilter:
-    """Return the filter in a query; raise `ValueError` for what is none."""
-    given: dict[str, Any] = {}
+    """Return the filter in a query; raise `ValueError` or `KeyError` for what is none."""
+    wanted: dict[str, Any] = {}
     for name in ("phase", "stop", "error", "tool", "agent", "task", "text"):
-        given[name] = query.get(name, "")
+        wanted[name] = query.get(name, "")
     for name in ("trained", "tie"):
-        given[name] = {"": None, "yes": True, "no": False}[query.get(name, "")]
+        wanted[name] = {"": None, "yes": True, "no": False}[query.get(name, "")]
     for name in ("step", "reward", "turns", "tokens"):
-        given[name] = (_bound(query, f"{name}_min"), _bound(query, f"{name}_max"))
+        wanted[name] = (_bound(query, f"{name}_min"), _bound(query, f"{name}_max"))
     if query.get("group"):
-        given["group"] = _group(query["group"])
-    return EpisodeFilter(**given)
+        wanted["group"] = _group(query["group"])
+    return EpisodeFilter(**wanted)
 
 
 def _bound(query: Mapping[str, str], name: str) -> float | None:
