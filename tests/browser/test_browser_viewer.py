@@ -13,6 +13,7 @@ import pytest
 from kit.browser import drawn, finished, shown, training, until
 from kit.viewing import add_policies, write_run
 
+from turnwright.records.run_dir import RunDir
 from turnwright_view.web import ViewerServer, write_page
 
 pytestmark = pytest.mark.browser
@@ -242,6 +243,47 @@ def test_a_run_is_followed_while_it_is_written(page, tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+SLOW = """
+    const fetched = window.fetch;
+    window.asked = [];
+    window.ended = [];
+    window.fetch = async (address, given) => {
+        let waits = true;
+        const end = () => waits && window.ended.push(address);
+        window.asked.push(address);
+        if (given && given.signal) given.signal.addEventListener('abort', end);
+        await new Promise((done) => setTimeout(done, SECONDS * 1000));
+        waits = false;
+        return fetched(address, given);
+    };
+"""
+"""A server that is far away."""
+
+
+def test_a_server_that_answers_slower_than_one_looks_is_waited_for(page, tmp_path):
+    run = write_run(tmp_path / "live", steps=3)
+    page.add_init_script(SLOW.replace("SECONDS", "2.5"))
+    with ViewerServer([run]) as server, RunDir(run, trajectories=False):
+        shown(page, server.url)
+        assert page.inner_text("header .live") == "running"
+        before = page.evaluate("window.asked.length")
+        until(page, f"window.asked.length >= {before + 4}", seconds=30)
+        assert page.evaluate("window.ended.length") == 0, "each answer is waited for"
+        assert page.problems == []
+
+
+def test_what_a_place_that_was_left_asks_for_ends(page, run):
+    with ViewerServer([run]) as server:
+        shown(page, server.url + "#/run/hop/episodes")
+        page.evaluate(f"() => {{{SLOW.replace('SECONDS', '1')}}}")
+        page.click("a.episode >> nth=0")
+        until(page, "window.asked.some((one) => one.includes('/api/episode?'))")
+        page.go_back()
+        until(page, "window.ended.some((one) => one.includes('/api/episode?'))")
+        until(page, "document.querySelectorAll('a.episode').length > 0")
+        assert page.problems == []
 
 
 def test_a_new_run_of_the_folder_appears(page, tmp_path):

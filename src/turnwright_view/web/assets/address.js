@@ -1,7 +1,7 @@
 // Places of the page, all in the address after #, so that every one has a link that stays.
 import {useEffect, useState} from './dom.js';
 
-export function parseAddress(hash) {
+function parseAddress(hash) {
   const [path, query] = hash.replace(/^#/, '').split('?');
   const words = path.split('/').filter((word) => word);
   const place = {view: 'home', run: '', key: '', query: new URLSearchParams(query || ''), hash};

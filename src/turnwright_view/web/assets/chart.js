@@ -1,7 +1,7 @@
 // Curves by uPlot: one hover line for all charts of a page, values beside the title, steps by the
 // arrow keys, and a click or Enter that leads to the episodes of a step.
 import {changeQuery} from './address.js';
-import {html, useEffect, useLayoutEffect, useRef, useState} from './dom.js';
+import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from './dom.js';
 import {figure, plural} from './format.js';
 import {AXES} from './metrics.js';
 import {prose, Segmented} from './parts.js';
@@ -25,7 +25,7 @@ function css(name) {
 
 // Mean of about `size` values around each point. Nearer to an end the window is as much shorter on
 // both sides, so a curve is neither late nor bent where it begins and ends.
-export function smoothed(values, size) {
+function smoothed(values, size) {
   const last = values.length - 1;
   return values.map((value, at) => {
     const half = Math.min(Math.floor(size / 2), at, last - at);
@@ -176,7 +176,8 @@ function useDark() {
 export function Chart(given) {
   const {title, note, series, smooth = 1, format = figure, stacked, onPick, unit = 'step'} = given;
   const shown = series.filter((one) => one.points.length);
-  const drawn = stacked ? stack(shown) : lines(shown, smooth);
+  // The pointer moves over all charts at once, and changes no line.
+  const drawn = useMemo(() => (stacked ? stack(shown) : lines(shown, smooth)), [series, smooth, stacked]);
   const {place, hovered, onKeyDown} = usePlot({...given, format, drawn});
   if (!shown.length) return null;
 

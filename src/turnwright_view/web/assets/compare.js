@@ -118,7 +118,7 @@ export function repliesOf(episodes, index) {
   return rows.sort((a, b) => b.siblings.length - a.siblings.length || (b.reward || 0) - (a.reward || 0));
 }
 
-export function meanReward(episodes) {
+function meanReward(episodes) {
   const rewards = episodes.map((episode) => episode.row.reward).filter((reward) => reward !== null);
   return rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
 }

@@ -5,7 +5,7 @@ import {originName, shownText} from './tokens.js';
 
 // The spans that lead to a turn, from the first: {number, span, used}. Where a history was rewritten,
 // a span goes on from the middle of the one before it, of which only the ids up to there are used.
-export function contextOf(episode, turn) {
+function contextOf(episode, turn) {
   const pieces = [];
   let number = turn.prompt;
   let end = Infinity;

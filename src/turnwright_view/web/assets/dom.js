@@ -1,38 +1,47 @@
 // Components are functions that return html`...`. All text of a run becomes text nodes: nothing is
 // parsed as HTML, and no address is made of anything but a place of this page (address.js).
 
-export const {Fragment, h, render} = window.preact;
-export const {useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState} = window.preactHooks;
-export const html = window.htm.bind(h);
+export const {render} = window.preact;
+export const {useEffect, useLayoutEffect, useMemo, useRef, useState} = window.preactHooks;
+export const html = window.htm.bind(window.preact.h);
 
-// What `load` returned for the newest `inputs`: {value, error}. A view of an earlier address never
-// overwrites that of a later one, however long it took.
+// What `load(signal)` returned for the newest `inputs`: {value, error, stale}. A view of an earlier
+// address never overwrites that of a later one, however long it took; what it still asks for ends.
 export function useLoaded(load, inputs) {
   const [state, setState] = useState({value: null, error: null, of: null});
   const name = JSON.stringify(inputs);
 
   useEffect(() => {
-    let wanted = true;
-    load().then(
-      (value) => wanted && setState({value, error: null, of: name}),
-      (error) => wanted && setState({value: null, error, of: name}),
+    const asked = new AbortController();
+    const answered = (answer) => asked.signal.aborted || setState({value: null, error: null, of: name, ...answer});
+    load(asked.signal).then(
+      (value) => answered({value}),
+      (error) => answered({error}),
     );
-    return () => {
-      wanted = false;
-    };
+    return () => asked.abort();
   }, [name]);
 
   return state.of === name ? state : {...state, error: null, stale: true};
 }
 
-// Calls `action` every `seconds` while the page is in sight.
+// Calls `action` every `seconds` while the page is in sight, but not while an earlier call goes on.
 export function useInterval(action, seconds) {
   const latest = useRef(action);
   latest.current = action;
 
   useEffect(() => {
     if (!seconds) return undefined;
-    const timer = setInterval(() => document.hidden || latest.current(), 1000 * seconds);
+    let isBusy = false;
+    const act = async () => {
+      if (isBusy || document.hidden) return;
+      isBusy = true;
+      try {
+        await latest.current();
+      } finally {
+        isBusy = false;
+      }
+    };
+    const timer = setInterval(act, 1000 * seconds);
     return () => clearInterval(timer);
   }, [seconds]);
 }

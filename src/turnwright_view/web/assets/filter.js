@@ -60,7 +60,7 @@ function notable(a, b) {
   );
 }
 
-export const ORDERS = {
+const ORDERS = {
   notable,
   newest: (a, b) => b.number - a.number,
   oldest: (a, b) => a.number - b.number,

@@ -11,7 +11,7 @@ const ROWS = 200; // at first, and more each time that more are asked for
 
 // Sampled ids by what became of them and why. The parts are counted apart from the sum, so that the
 // page shows if a record does not add up.
-export function accountOf(episode) {
+function accountOf(episode) {
   const account = {sampled: 0, beyond: 0, parts: []};
   for (const span of episode.spans) {
     if (span.origin !== 'model') continue;

@@ -32,7 +32,7 @@ export function Messages({messages, run}) {
   return messages.map((message, index) => html`<${Message} key=${index} message=${message} run=${run} />`);
 }
 
-export function Reasoning({text}) {
+function Reasoning({text}) {
   if (!text) return null;
   return html`<details open><summary class="small muted">reasoning</summary><${Text} text=${text} /></details>`;
 }
@@ -83,7 +83,7 @@ function CallOutcome({outcome}) {
 }
 
 // Arguments are JSON most of the time; what is not is shown as it is.
-export function pretty(text) {
+function pretty(text) {
   try {
     const value = JSON.parse(text);
     return value && typeof value === 'object' ? JSON.stringify(value, null, 2) : text;

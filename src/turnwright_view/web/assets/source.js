@@ -17,23 +17,26 @@ export const source = {
   },
 
   // Rows of metrics that are here already are not sent again.
-  async overview(run) {
+  async overview(run, signal) {
     if (fromFile) return known(fromFile.overviews[run], 'run');
     const before = overviews.get(run);
     const rows = before ? before.rows : [];
-    const answer = await ask('/api/run', {run, since: rows.length});
+    const answer = await ask('/api/run', {run, since: rows.length}, signal);
     // A run that was begun anew has fewer.
     answer.rows = answer.since === rows.length ? rows.concat(answer.rows) : answer.rows;
     overviews.set(run, answer);
     return answer;
   },
 
-  async facets(run) {
-    return fromFile ? known(fromFile.overviews[run], 'run').facets : ask('/api/facets', {run});
+  async facets(run, signal) {
+    return fromFile ? known(fromFile.overviews[run], 'run').facets : ask('/api/facets', {run}, signal);
   },
 
-  async episodes(run, filter, start, most) {
-    if (!fromFile) return filter.group ? wholeGroup(run, filter, start, most) : ask('/api/episodes', {...filter, run, start, most});
+  async episodes(run, filter, start, most, signal) {
+    if (!fromFile) {
+      const query = {...filter, run, start, most};
+      return filter.group ? wholeGroup(query, signal) : ask('/api/episodes', query, signal);
+    }
     const here = known(fromFile.episodes[run], 'run');
     const texts = filter.text ? await textsOf(run, here) : null;
     const rows = matching(here.rows, filter, texts);
@@ -42,8 +45,8 @@ export const source = {
     return {rows: rows.slice(start, start + most), total: rows.length, next, indexed};
   },
 
-  async episode(run, key) {
-    if (!fromFile) return ask('/api/episode', {run, key});
+  async episode(run, key, signal) {
+    if (!fromFile) return ask('/api/episode', {run, key}, signal);
     const row = known(fromFile.episodes[run], 'run').rows.find((one) => one.key === key);
     if (!row) throw new Error('this episode is not in the file, which has a selection of them');
     return (await chunk(run, row.chunk)).episodes[key];
@@ -61,21 +64,21 @@ export const source = {
 const INDEXING = 503;
 const PATIENCE = 120;
 
-// What is not indexed yet is asked for again, every half a second for a minute.
-async function ask(path, query) {
-  let answer = await fetch(path + queryOf(query));
+// What is not indexed yet is asked for again, every half a second for a minute, unless `signal` ends it.
+async function ask(path, query, signal) {
+  let answer = await fetch(path + queryOf(query), {signal});
   for (let tries = 0; answer.status === INDEXING && tries < PATIENCE; tries++) {
     await new Promise((done) => setTimeout(done, 500));
-    answer = await fetch(path + queryOf(query));
+    answer = await fetch(path + queryOf(query), {signal});
   }
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
 
 // A group is whole when all is indexed.
-async function wholeGroup(run, filter, start, most) {
+async function wholeGroup(query, signal) {
   for (let tries = 0; ; tries++) {
-    const found = await ask('/api/episodes', {...filter, run, start, most});
+    const found = await ask('/api/episodes', query, signal);
     if (found.rows.length || found.indexed.read >= found.indexed.size || tries >= PATIENCE) return found;
     await new Promise((done) => setTimeout(done, 500));
   }

@@ -33,7 +33,7 @@ export const COLORINGS = {
 };
 
 // The range of a span's ids that an id is in: [from, to, state, reason].
-export function stateAt(span, index) {
+function stateAt(span, index) {
   const range = (span.state || []).find(([from, to]) => index >= from && index < to);
   if (range) return {state: range[2], reason: range[3] || ''};
   return {state: span.origin === 'model' ? 'unknown' : 'never', reason: ''};
@@ -136,7 +136,7 @@ function Chunk({span, number, from, by, isFirst}) {
   }, [span, from, by, isFirst]);
 }
 
-export function Legend({by}) {
+function Legend({by}) {
   return html`<ul class="legend" aria-label="legend">
     ${COLORINGS[by].legend.map(([level, text]) => html`<li key=${level}><span class=${'token ' + level}>${text}</span></li>`)}
   </ul>`;

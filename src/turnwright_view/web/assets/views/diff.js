@@ -11,7 +11,7 @@ import {source} from '../source.js';
 export function Diff({place, row, ready}) {
   const run = place.run;
   const other = place.query.get('with') || '';
-  const load = () => Promise.all([source.episode(run, place.key), source.episode(run, other)]);
+  const load = (signal) => Promise.all([place.key, other].map((key) => source.episode(run, key, signal)));
   const {value: pair, error, stale} = useLoaded(load, [run, place.key, other]);
   const isShown = pair !== null && !stale;
 

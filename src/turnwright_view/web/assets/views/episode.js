@@ -18,7 +18,8 @@ const COLORED = ['conversation', 'tokens'];
 
 export function Episode({place, row, ready}) {
   const run = place.run;
-  const {value: episode, error, stale} = useLoaded(() => source.episode(run, place.key), [run, place.key]);
+  const load = (signal) => source.episode(run, place.key, signal);
+  const {value: episode, error, stale} = useLoaded(load, [run, place.key]);
   const wanted = place.query.get('view');
   const view = VIEW_NAMES.includes(wanted) ? wanted : VIEW_NAMES[0];
   const by = COLORINGS[place.query.get('by')] ? place.query.get('by') : 'state';
@@ -90,7 +91,7 @@ function showTurn(number) {
 }
 
 // The sibling that an episode is compared with first: the best, and the worst for the best itself.
-export function rivalOf(episode) {
+function rivalOf(episode) {
   const others = episode.siblings.filter((sibling) => sibling.key !== episode.key && sibling.reward !== null);
   if (!others.length) return null;
   const ranked = [...others].sort((a, b) => b.reward - a.reward);

@@ -25,14 +25,15 @@ export function Episodes({place, row, ready}) {
   const filter = filterOf(place.query);
   const start = Math.max(0, Number(place.query.get('start')) || 0);
   const [round, setRound] = useState(0);
-  const facets = useLoaded(() => source.facets(row.id), [row.id, round]);
-  const list = useLoaded(() => source.episodes(row.id, filter, start, PAGE), [row.id, filter, start, round]);
+  const facets = useLoaded((signal) => source.facets(row.id, signal), [row.id, round]);
+  const load = (signal) => source.episodes(row.id, filter, start, PAGE, signal);
+  const list = useLoaded(load, [row.id, filter, start, round]);
   const page = list.value;
 
   // While a run goes on or its index grows, the list is asked again, but not under a reader's hands.
   const growing = page && (page.indexed.read < page.indexed.size || row.state === 'running');
   const isRead = () => page.rows.length && document.activeElement !== document.body;
-  const again = () => isRead() || setRound((before) => before + 1);
+  const again = () => list.stale || facets.stale || isRead() || setRound((before) => before + 1);
   useInterval(again, source.live && growing ? 3 : 0);
   useEffect(() => {
     if (page && !list.stale) ready();

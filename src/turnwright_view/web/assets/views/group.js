@@ -14,7 +14,8 @@ const MOST_SHOWN = 16; // siblings that are read whole
 
 export function Group({place, row, ready}) {
   const run = place.run;
-  const {value: group, error, stale} = useLoaded(() => readGroup(run, place.key), [run, place.key]);
+  const load = (signal) => readGroup(run, place.key, signal);
+  const {value: group, error, stale} = useLoaded(load, [run, place.key]);
   const isShown = group !== null && !stale;
 
   useViewKeys({
@@ -35,15 +36,15 @@ export function Group({place, row, ready}) {
 }
 
 // The best come first. Of a large group the best and the worst are read.
-async function readGroup(run, key) {
-  const {rows} = await source.episodes(run, {group: key, sort: 'best'}, 0, MOST_ROWS);
+async function readGroup(run, key, signal) {
+  const {rows} = await source.episodes(run, {group: key, sort: 'best'}, 0, MOST_ROWS, signal);
   if (!rows.length) throw new Error('there are no episodes of this group');
   const rank = (one) => (one.reward === null ? -Infinity : one.reward);
   const ranked = [...rows].sort((a, b) => rank(b) - rank(a) || a.sample - b.sample || a.attempt - b.attempt);
   const half = MOST_SHOWN / 2;
   const shown = ranked.length <= MOST_SHOWN ? ranked : [...ranked.slice(0, half), ...ranked.slice(-half)];
 
-  const answers = await Promise.allSettled(shown.map((one) => source.episode(run, one.key)));
+  const answers = await Promise.allSettled(shown.map((one) => source.episode(run, one.key, signal)));
   const episodes = answers.filter((answer) => answer.status === 'fulfilled').map((answer) => answer.value);
   if (!episodes.length) throw answers[0].reason;
   return {rows: ranked, episodes};

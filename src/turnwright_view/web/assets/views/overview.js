@@ -13,9 +13,10 @@ const MOST_WHISKERS = 8;
 
 export function Overview({session, place, row, ready}) {
   const [round, setRound] = useState(0);
-  const {value: run, error, stale} = useLoaded(() => source.overview(row.id), [row.id, round]);
+  const {value: run, error, stale} = useLoaded((signal) => source.overview(row.id, signal), [row.id, round]);
 
-  useInterval(() => setRound((before) => before + 1), pollingOf(row, run));
+  // One that takes longer than the time between two looks is waited for.
+  useInterval(() => stale || setRound((before) => before + 1), pollingOf(row, run));
   useEffect(() => {
     if (run && !stale) ready();
   }, [run, place.hash]);

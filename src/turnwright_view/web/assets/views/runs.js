@@ -1,7 +1,7 @@
 // All runs of a folder: a table, and any number of them in one plot.
 import {changeQuery, runPlace} from '../address.js';
 import {Chart, colorOf, CurveControls, DASHES} from '../chart.js';
-import {html, useEffect, useInterval, useMemo, useState} from '../dom.js';
+import {html, useEffect, useInterval, useLoaded, useMemo, useState} from '../dom.js';
 import {ago, bytes, figure, interval, percent, plural, seconds, whole} from '../format.js';
 import {AXES, docOf, lookOf, pointsOf, titleOf, trainingRows} from '../metrics.js';
 import {source} from '../source.js';
@@ -148,22 +148,20 @@ function Comparison({runs, shown, place, glossary, ready}) {
 
 // Overviews by id, asked again while one of the runs goes on; null of one that could not be read.
 function useOverviews(runs) {
-  const [overviews, setOverviews] = useState(new Map());
+  const ids = runs.map((run) => run.id);
   const [round, setRound] = useState(0);
-  const isRunning = runs.some((run) => run.state === 'running');
-  useInterval(() => setRound((before) => before + 1), source.live && isRunning ? 3 : 0);
+  const {value, stale} = useLoaded((signal) => readOverviews(ids, signal), [ids, round]);
 
-  useEffect(() => {
-    let wanted = true;
-    const asked = runs.map((run) => source.overview(run.id).catch(() => null));
-    Promise.all(asked).then((answers) => {
-      if (wanted) setOverviews(new Map(runs.map((run, at) => [run.id, answers[at]])));
-    });
-    return () => {
-      wanted = false;
-    };
-  }, [runs.map((run) => run.id).join('\n'), round]);
-  return overviews;
+  const isRunning = runs.some((run) => run.state === 'running');
+  useInterval(() => stale || setRound((before) => before + 1), source.live && isRunning ? 3 : 0);
+  return value || NONE;
+}
+
+const NONE = new Map();
+
+async function readOverviews(ids, signal) {
+  const answers = await Promise.all(ids.map((id) => source.overview(id, signal).catch(() => null)));
+  return new Map(ids.map((id, at) => [id, answers[at]]));
 }
 
 function rowsById(overviews) {
