@@ -127,6 +127,7 @@ async def learn(
                     old=logprobs_m.detach(),  # of the policy that sampled, which is this one
                     advantage=batch.advantages_n[micro.tokens_m].to(logprobs_m.dtype),
                     sequence=torch.zeros_like(logprobs_m),
+                    turn=torch.zeros_like(logprobs_m),
                     clip_low=GRPO.clip_low,
                     clip_high=GRPO.clip_high,
                 )

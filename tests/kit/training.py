@@ -24,7 +24,17 @@ from turnwright.training import Trainer, TrainingRun, resolve_settings
 from turnwright.training.advantages import CreditSettings
 from turnwright.training.baselines import RunningBaselines
 from turnwright.training.self_checks import LengthRewardEnv
-from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
+from turnwright.types import (
+    EpisodeKey,
+    Group,
+    Message,
+    Origin,
+    Span,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
 
@@ -42,9 +52,7 @@ def example_texts(count: int = 60) -> list[str]:
 
 def credit_settings(config: TrainConfig) -> CreditSettings:
     """How a trainer of this configuration makes advantages of rewards."""
-    settings = resolve_settings(config)
-    running = RunningBaselines().of
-    return CreditSettings.of(config, settings.advantage, settings.refill, running)
+    return CreditSettings.of(config, resolve_settings(config), RunningBaselines().of)
 
 
 M, E, P = Origin.MODEL, Origin.ENV, Origin.PROMPT
@@ -88,6 +96,30 @@ def branched(trajectory: Trajectory) -> Trajectory:
     return Trajectory(
         trajectory.task, trajectory.key, spans, reward=trajectory.reward, stop=trajectory.stop
     )
+
+
+def with_turns(trajectory: Trajectory, states=(), rewards=()) -> Trajectory:
+    """The same episode with a turn for each reply; `states` are the names of the states after
+    them, `rewards` what each earned."""
+    trajectory.turns = []
+    for index, span in enumerate(trajectory.spans):
+        if not span.sampled:
+            continue
+        number = len(trajectory.turns)
+        trajectory.turns.append(
+            Turn(
+                "main",
+                prompt=span.parent,
+                context=span.start,
+                spans=(index,),
+                messages=(Message("user", str(trajectory.spans[span.parent].ids)),),
+                reply=Message("assistant", str(span.ids)),
+                parent=number - 1,
+                reward=rewards[number] if rewards else None,
+                info={"state": states[number]} if states else {},
+            )
+        )
+    return trajectory
 
 
 def random_groups(

@@ -44,6 +44,7 @@ def test_a_step_runs_through_these_modules_and_no_other(tiny_model):
         "forward.prefix_tree",
         "forward.ranks",
         "forward.training_rows",
+        "group_member",
         "loss",
         "loss_weights",
         "trainer.gradient_signal",

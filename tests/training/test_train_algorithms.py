@@ -11,7 +11,7 @@ from kit.gradients import disturbed
 from kit.training import STILL, E, M, P, branched, chain, distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
-from turnwright.config.names import ALGORITHMS
+from turnwright.config.names import ALGORITHM_ADVANTAGES, ALGORITHMS
 from turnwright.errors import ConfigError
 from turnwright.training import Trainer, resolve_settings
 from turnwright.training.advantages import overlong_penalty
@@ -195,13 +195,29 @@ def cispo(episodes, kl):
     return total / sum(map(len, episodes))
 
 
-FORMULAS = dict(
-    zip(
-        ALGORITHMS,
-        (grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo),
-        strict=True,
-    )
-)
+def maxrl(episodes, kl):
+    total = 0.0
+    for e in episodes:
+        rewards = siblings(episodes, e)
+        if max(rewards) == min(rewards):
+            continue
+        advantage = (e.reward - mean(rewards)) / mean(rewards)
+        total += sum(ppo(r, advantage, 0.2, 0.2) + kl * k3(e, t) for t, r in enumerate(e.ratios))
+    return total / (len(episodes) * FIXED)
+
+
+FORMULAS = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gspo": gspo,
+    "cispo": cispo,
+    "maxrl": maxrl,
+}
+"""Those that compare whole episodes; `test_train_states.py` has those that compare turns."""
 
 
 def config(name, **more):
@@ -219,7 +235,7 @@ def learn(model, made, name, **more):
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.2])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_against_the_formula(name, kl):
     made = example()
     model = Model64()
@@ -271,7 +287,7 @@ def test_the_gradient_of_gspo_is_that_of_its_formula():
     assert distance(found, gradient(model)) < 1e-10
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_neither_layout_nor_order_nor_branches_change_the_gradient(name):
     made = example()
     more = {"old_logprobs": "engine", "kl": 0.1}
@@ -319,13 +335,19 @@ def test_advantages_by_hand(name, values):
     assert [credit.advantage for credit in ledger.credits] == pytest.approx(values, abs=1e-12)
 
 
-def one(name, ratio, advantage, *, sequence=0.0):
+def one(name, ratio, advantage, *, sequence=0.0, turn=0.0):
     """Loss and slope of a token with its algorithm's own bounds."""
     settings = resolve_settings(TrainConfig(algorithm=name))
     logp = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     value = torch.tensor([advantage], dtype=torch.float64)
     given = TokenBatch(
-        logp, value * 0 - 1.0, value, value * 0 + sequence, settings.clip_low, settings.clip_high
+        logp=logp,
+        old=value * 0 - 1.0,
+        advantage=value,
+        sequence=value * 0 + sequence,
+        turn=value * 0 + turn,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
     )
     made = settings.algorithm.loss(given)
     made.loss.sum().backward()
@@ -378,6 +400,9 @@ def test_overlong_by_hand(tokens, lost):
 
 def test_every_name_has_an_algorithm():
     assert tuple(BUILT_IN) == ALGORITHMS
+    assert {
+        name: algorithm.advantage for name, algorithm in BUILT_IN.items()
+    } == ALGORITHM_ADVANTAGES
 
 
 def test_explicit_keys_win_and_what_they_take_away_is_told():

@@ -15,7 +15,8 @@ from kit.training import STILL, E, M, P, branched, chain, gradient
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError
 from turnwright.training import TRAINED, Trainer, trainable_tokens
-from turnwright.training.advantages import CreditSettings, advantages, discounted_returns
+from turnwright.training.advantages import CreditSettings, advantages
+from turnwright.training.group_member import discounted_returns
 from turnwright.training.loss import ESTIMATORS, Correction, k1, k2, k3
 from turnwright.training.loss_weights import TokenWeights, last_round, loss_scale
 from turnwright.types import Group, Message, RowReward, Task, Turn

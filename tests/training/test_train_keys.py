@@ -44,9 +44,8 @@ def test_the_learning_rate_rises_then_falls():
 )
 def test_the_cap_bounds_the_loss_of_a_negative_advantage(ratio, advantage, cap, expected, slope):
     logp = torch.tensor([ratio]).log().requires_grad_()
-    found = clipped(
-        TokenBatch(logp, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), 0.2, 0.28, cap)
-    )
+    zero = torch.zeros(1)
+    found = clipped(TokenBatch(logp, zero, torch.tensor([advantage]), zero, zero, 0.2, 0.28, cap))
     assert float(found.loss.detach()) == pytest.approx(expected)
     (given,) = torch.autograd.grad(found.loss.sum(), logp)
     assert bool(given.any()) is slope

@@ -114,7 +114,7 @@ def terms(ratio, advantage):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     tokens = TokenBatch(
-        logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28
+        logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0 * one, 0.2, 0.28
     )
     made = GRPO.loss(tokens)
     made.loss.sum().backward()

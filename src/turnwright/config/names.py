@@ -20,16 +20,39 @@ HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the built-in history policies; each takes a number."""
 HISTORY_OBJECT = "object:"
 """Prefix of the name of a policy given as an object."""
-ALGORITHMS = (
-    "grpo",
-    "dr_grpo",
-    "dapo",
+Advantage = Literal[
+    "std",
+    "mean",
     "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "gspo",
-    "cispo",
-)
+    "maxrl",
+    "batch",
+    "group_batch",
+    "running",
+    "gigpo",
+    "gagpo",
+    "state_rloo",
+]
+ADVANTAGES: tuple[str, ...] = get_args(Advantage)
+STATE_ADVANTAGES = ("gigpo", "gagpo", "state_rloo")
+"""Advantages that compare the turns of a task's episodes that began in equal states."""
+GROUPLESS_ADVANTAGES = ("batch", "running")
+"""Advantages for which an episode needs no others of its task."""
+ALGORITHM_ADVANTAGES: dict[str, Advantage] = {
+    "grpo": "std",
+    "dr_grpo": "mean",
+    "dapo": "std",
+    "rloo": "rloo",
+    "reinforce_pp": "batch",
+    "reinforce_pp_baseline": "group_batch",
+    "gspo": "std",
+    "cispo": "std",
+    "maxrl": "maxrl",
+    "gigpo": "gigpo",
+    "gagpo": "gagpo",
+    "state_rloo": "state_rloo",
+}
+"""The advantage of each algorithm."""
+ALGORITHMS = tuple(ALGORITHM_ADVANTAGES)
 PARSERS = (
     *("hermes", "qwen3_coder", "seed", "mistral", "deepseek", "glm", "hunyuan", "kimi", "kimi_k3"),
     *("harmony", "cohere", "command_r", "gemma", "lfm2", "minimax_m2", "muse", "minimax_m1"),
@@ -40,8 +63,6 @@ PARSERS = (
 TRACKERS = ("trackio", "wandb", "tensorboard")
 SAMPLERS = ("uniform", "window", "pools", "progress")
 LOSS_SCALES = ("default", "last_round")
-Advantage = Literal["std", "mean", "rloo", "batch", "group_batch", "running"]
-ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 
 OTHER_WORDS = {
     "ppo": (

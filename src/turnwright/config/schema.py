@@ -15,9 +15,12 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from turnwright.config.names import (
+    ALGORITHM_ADVANTAGES,
     COLUMNS,
     ENGINES,
+    GROUPLESS_ADVANTAGES,
     PROGRAM,
+    STATE_ADVANTAGES,
     address_error,
     advantage_error,
     algorithm_error,
@@ -68,6 +71,7 @@ Batching = Literal["auto", "rows", "tree"]
 Aggregation = Literal["token", "trajectory", "fixed"]
 VisionTraining = Literal["trained", "frozen"]
 CreditUnit = Literal["trajectory", "turn"]
+StateKey = Literal["history", "observation"]
 OnFailedEpisode = Literal["drop_group", "survivors"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLPlace = Literal["loss", "reward"]
@@ -984,6 +988,15 @@ def _signal_steps_error(steps: int) -> str:
     return "must be 0 or at least 10: an average over fewer steps cannot tell a signal from chance"
 
 
+def _of_advantage(*names: str) -> str:
+    """Return in words that the advantage is one of those, by itself or by its algorithm."""
+    algorithms = [name for name in names if name in ALGORITHM_ADVANTAGES]
+    return (
+        f"train.advantage = {' | '.join(names)}, or train.advantage none and train.algorithm = "
+        f"{' | '.join(algorithms)}"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Section):
     """Reinforcement learning."""
@@ -995,7 +1008,8 @@ class TrainConfig(Section):
     takes `steps` as it is."""
     algorithm: Annotated[str, PathKind.OBJECT] = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
-    `gspo`, `cispo` or `file.py:function`. It sets the keys below that are none."""
+    `gspo`, `cispo`, `maxrl`, `gigpo`, `gagpo`, `state_rloo` or `file.py:function`. It sets the keys
+    below that are none."""
     reward_weight: NonNegativeFloat = 1.0
     """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups
     of one episode suffice."""
@@ -1058,16 +1072,25 @@ class TrainConfig(Section):
     """Whether the vision tower and its projector are trained; `frozen` also needs no
     optimizer state for them."""
     advantage: Annotated[str | None, PathKind.OBJECT] = None
-    """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or
-    not (`mean`); minus the mean of the other rewards (`rloo`); normalized over the batch (`batch`);
-    minus the group mean, then normalized over the batch (`group_batch`); minus the average of the
-    agent's earlier rewards in the environment (`running`); or `file.py:function` of a group's
+    """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`),
+    by that mean (`maxrl`) or not (`mean`); minus the mean of the other rewards (`rloo`); normalized
+    over the batch (`batch`); minus the group mean, then normalized over the batch (`group_batch`);
+    minus the average of the agent's earlier rewards in the environment (`running`); of turns that
+    began in equal states (`gigpo`, `gagpo`, `state_rloo`); or `file.py:function` of a group's
     trajectories and their returns. None is the algorithm's (grpo: std)."""
-    credit: CreditUnit = "trajectory"
+    credit: CreditUnit | None = None
     """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the
-    rewards from that turn on."""
-    discount: Fraction = 1.0
-    """Discount of a reward per turn, with `credit = "turn"`."""
+    rewards from that turn on. None is the algorithm's (grpo: trajectory)."""
+    discount: Fraction | None = None
+    """Discount of a reward per turn, with credit by turn; none is the algorithm's (grpo: 1)."""
+    state: StateKey = "history"
+    """Name of the state in which a turn begins, where the environment gives none (`info["state"]`
+    of the step before it): all that the policy has read, or the last observation alone."""
+    step_weight: NonNegativeFloat = 1.0
+    """Weight of the comparison of equal states beside that of whole episodes, with `gigpo`."""
+    gae_lambda: Fraction | None = None
+    """Lambda of generalized advantages, per turn: weight of the rewards that came beside the value
+    of the next state. None is the algorithm's (state_rloo: one over the returns from there)."""
     loss_scale: Annotated[str, PathKind.OBJECT] = "default"
     """Loss weights of sampled tokens: `default`, all equal; `last_round`, only the last round; or
     `file.py:function`, weights per turn or token."""
@@ -1178,8 +1201,13 @@ class TrainConfig(Section):
                 f"with {others}"
             )
             yield "refill", why
-        if self.discount != 1.0 and self.credit != "turn":
+        if self.discount not in (None, 1.0) and not self.by_turn:
             yield "discount", 'applies between turns; set credit = "turn"'
+        if self.credit == "trajectory" and baseline in STATE_ADVANTAGES:
+            why = (
+                f'has no meaning with advantage = "{baseline}", which compares turns; leave it out'
+            )
+            yield "credit", why
 
     def _check_correction(self) -> Broken:
         low, high = self.correction_low, self.correction_high
@@ -1245,15 +1273,19 @@ class TrainConfig(Section):
 
     @property
     def baseline(self) -> str | None:
-        """The advantage, or the algorithm's where that is one of the batch."""
-        of_algorithms = {"reinforce_pp": "batch", "reinforce_pp_baseline": "group_batch"}
-        return self.advantage or of_algorithms.get(self.algorithm)
+        """The advantage, or the algorithm's; None for an algorithm of the user's own."""
+        return self.advantage or ALGORITHM_ADVANTAGES.get(self.algorithm)
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether the turns of an episode have advantages of their own."""
+        return self.credit == "turn" or self.baseline in STATE_ADVANTAGES
 
     def compares(self, run: RunConfig) -> bool:
         """Return whether a trajectory is compared with the others of its task."""
         if run.policy:
             return False  # each policy is checked with its own keys
-        return self.reward_weight > 0 and self.baseline not in ("batch", "running")
+        return self.reward_weight > 0 and self.baseline not in GROUPLESS_ADVANTAGES
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
         taught = bool(run.teacher)
@@ -1279,6 +1311,11 @@ class TrainConfig(Section):
             self.reward_weight > 0,
             "train.reward_weight > 0",
         )
+        by_state = self.reward_weight > 0 and self.baseline in STATE_ADVANTAGES
+        has_lambda = self.baseline in ("gagpo", "state_rloo")
+        yield Need(("state",), by_state, _of_advantage("gigpo", "gagpo", "state_rloo"))
+        yield Need(("step_weight",), self.baseline == "gigpo", _of_advantage("gigpo"))
+        yield Need(("gae_lambda",), has_lambda, _of_advantage("gagpo", "state_rloo"))
         yield Need(
             ("overlong_buffer",),
             bool(self.overlong_tokens) or self.algorithm == "dapo" or is_own_algorithm,

@@ -182,7 +182,8 @@ class Step(NamedTuple):
     truncated: bool = False
     """The environment ends the episode early."""
     info: Mapping[str, Any] = MappingProxyType({})
-    """Stored in the record of the turn."""
+    """Stored in the record of the turn. The value of `state` names the state that the next turn
+    begins in, for algorithms that compare equal states of a task."""
 
 
 @dataclass(frozen=True, slots=True)

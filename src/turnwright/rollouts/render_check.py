@@ -165,10 +165,7 @@ def built_conversation(
     """
     last_turn = trajectory.turns[turn]
     leaf = last_turn.spans[-1] if last_turn.spans else last_turn.prompt
-    turn_of_span: dict[int, int] = {}
-    for number, other_turn in enumerate(trajectory.turns):
-        for index in other_turn.spans:
-            turn_of_span[index] = number
+    turn_of_span = trajectory.turn_of_span()
 
     ids: list[int] = []
     runs: list[OriginRun] = []

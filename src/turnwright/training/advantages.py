@@ -9,25 +9,31 @@ a `Credit` (`credit.py`), of which `forward/batch.py` makes batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from turnwright.config import TrainConfig
 from turnwright.config.names import ADVANTAGES
 from turnwright.config.schema import CreditUnit, OnFailedEpisode
 from turnwright.envs.resolve import call_error, load_object
-from turnwright.errors import ConfigError, UsageError
+from turnwright.errors import ConfigError, RewardError, UsageError
 from turnwright.training.credit import Credit, StepCredits, count_ids, exclusion_reason, sort_key
+from turnwright.training.group_member import (
+    STD_FLOOR,
+    GroupMember,
+    Penalties,
+    differ,
+    discounted_returns,
+)
 from turnwright.training.loss_weights import (
     TURN_WEIGHTS,
     LossScale,
-    TokenWeights,
     loss_scale,
     trainable_tokens,
-    trained_ids,
     with_turn_weights,
 )
+from turnwright.training.step_groups import StepGroupSettings, gagpo, gigpo, state_rloo
 from turnwright.training.untrained_reasons import (
     CUT_BY_LENGTH,
     FAILED,
@@ -39,14 +45,11 @@ from turnwright.training.untrained_reasons import (
 )
 from turnwright.types import Group, Trajectory
 
-FLAT = 1e-12
-"""Relative difference below which returns are equal."""
-STD_FLOOR = 1e-4
-"""Added to the standard deviation, as in TRL, so that tiny reward differences are not amplified."""
+if TYPE_CHECKING:
+    from turnwright.training.loss import AlgorithmSettings
 
-
-Penalties = Mapping[int, Sequence[float]]
-"""Span index -> penalty per id, in points of reward."""
+BY_STATE = {"gigpo": gigpo, "gagpo": gagpo, "state_rloo": state_rloo}
+"""Formulas that compare turns that began in equal states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class CreditSettings:
     credit: CreditUnit = "trajectory"
     discount: float = 1.0
     """Factor on a reward one turn later."""
+    by_state: StepGroupSettings = field(default_factory=StepGroupSettings)
+    """How turns that began in equal states are compared."""
     scale: LossScale = TURN_WEIGHTS
     """Weights of a trajectory's ids in the loss; ids of weight 0 are not trained."""
     overlong_tokens: int | None = None
@@ -82,17 +87,14 @@ class CreditSettings:
 
     @classmethod
     def of(
-        cls,
-        config: TrainConfig,
-        kind: str,
-        refill: int,
-        running: OwnAdvantage,
+        cls, config: TrainConfig, settings: AlgorithmSettings, running: OwnAdvantage
     ) -> CreditSettings:
         """Return the settings of a recipe and its algorithm.
 
-        `kind` and `refill` are the algorithm's where the recipe leaves them open; `running` is
-        what sets the advantages of that kind. Raise `ConfigError` for an unusable function.
+        `running` is what sets the advantages of that kind. Raise `ConfigError` for an unusable
+        function.
         """
+        kind = settings.advantage
         own: OwnAdvantage | None = None
         if kind == "running":
             own = running
@@ -101,13 +103,14 @@ class CreditSettings:
 
         keep_group = None if config.group_filter is None else group_filter(config.group_filter)
         # A filter decides which groups are replaced; what it keeps without a signal stays.
-        replaced = refill and keep_group is None
+        replaced = settings.refill and keep_group is None
 
         return cls(
             kind=kind,
             own=own,
-            credit=config.credit,
-            discount=config.discount,
+            credit=settings.credit,
+            discount=settings.discount,
+            by_state=StepGroupSettings(config.state, settings.gae_lambda, config.step_weight),
             scale=with_turn_weights(loss_scale(config.loss_scale)),
             overlong_tokens=config.overlong_tokens,
             overlong_buffer=config.overlong_buffer,
@@ -143,11 +146,15 @@ def advantages(
                                                          (GRPO: DeepSeekMath, arXiv 2402.03300,
                                                          section 4.1.2)
         rloo         G_ik - mean_{j != i} G_jk           (RLOO, arXiv 2402.14740)
+        maxrl        (G_ik - mean_j G_jk) / mean_j G_j0  (MaxRL, arXiv 2602.02710)
         running      G_ik - average                      over earlier episodes of the agent
                                                          (RAE, arXiv 2506.24119), see `baselines.py`
         batch        (G - mean) / (s + 1e-4)             over all trained ids of the batch, s
                                                          dividing by their number
         group_batch  the same of G_ik - mean_j G_jk      (REINFORCE++, arXiv 2501.03262)
+
+    `gigpo`, `gagpo` and `state_rloo` compare the turns that began in equal states instead, see
+    `step_groups.py`.
 
     K is the group's largest number of units, 1 unless credit is by turn. `std` then is the sample
     deviation (n - 1), as in TRL and verl. The `rloo` baseline is independent of trajectory i, of
@@ -176,7 +183,7 @@ def advantages(
         which episodes finished, and the account of every sampled id.
 
     Raises:
-        RewardError: for a reward that is NaN or infinite.
+        RewardError: for a reward that is NaN or infinite, or negative with `maxrl`.
     """
     settings = settings or CreditSettings()
     own = None if settings.own is None else settings.own(groups)
@@ -263,8 +270,7 @@ def _compare(
     elif settings.kind == "batch":
         has_signal = True  # compared with the batch instead
     else:
-        differ = set_group_values(members, settings.kind)
-        has_signal = differ or settings.kind == "group_batch"
+        has_signal = set_group_values(members, settings) or settings.kind == "group_batch"
     return _Comparison(members, None if has_signal else settings.no_signal)
 
 
@@ -280,8 +286,77 @@ def _members_of(
     members = []
     for trajectory in usable:
         penalties = None if penalty is None else penalty(trajectory)
-        members.append(GroupMember.of(trajectory, settings, penalties))
+        members.append(_member_of(trajectory, settings, penalties))
     return members
+
+
+def _member_of(
+    trajectory: Trajectory, settings: CreditSettings, penalties: Penalties | None
+) -> GroupMember:
+    """Assign a trajectory's reward to its units, less the penalties of its ids.
+
+    Where advantages are normalized over the batch, penalties stay with their ids for
+    `GroupMember.token_returns`.
+    """
+    assert trajectory.reward is not None
+    row_units = trajectory.row_units()
+    if row_units:
+        units = _spans_of(trajectory, [turns for turns, _ in row_units])
+    elif settings.credit == "turn" and trajectory.turns:
+        units = _spans_of(trajectory, [[number] for number in range(len(trajectory.turns))])
+    else:
+        units = [[index for index, span in enumerate(trajectory.spans) if span.sampled]]
+
+    # The reward of each unit, and how much of it the unit before returns.
+    if row_units:
+        rewards = [reward for _, reward in row_units]
+        discount = 0.0
+    elif len(units) > 1:
+        rewards = [turn.reward or 0.0 for turn in trajectory.turns]
+        # The last turn also gets what the episode's reward exceeds the sum of its turns' by.
+        rewards[-1] += trajectory.reward - sum(rewards)
+        discount = settings.discount
+    else:
+        rewards = [float(trajectory.reward)]
+        discount = 1.0
+
+    # What length and distance from the reference cost.
+    if settings.overlong_tokens is not None:
+        added = overlong_penalty(trajectory, settings.overlong_tokens, settings.overlong_buffer)
+        if row_units:
+            rewards = [reward + added for reward in rewards]
+        else:
+            rewards[-1] += added
+    keeps_penalties = settings.kind == "batch"
+    if penalties is not None and not keeps_penalties:
+        for unit, spans in enumerate(units):
+            rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
+
+    return GroupMember(
+        trajectory=trajectory,
+        weights=settings.scale(trajectory),
+        units=units,
+        rewards=rewards,
+        returns=discounted_returns(rewards, discount),
+        penalties=penalties if keeps_penalties else None,
+        discount=discount,
+    )
+
+
+def _spans_of(trajectory: Trajectory, units: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the spans of units that are given by their turns.
+
+    Spans without a turn were sampled in failed attempts, and no row has their turn; they carry no
+    loss, and the last unit has them.
+    """
+    spans_by_unit = []
+    for turns in units:
+        spans_by_unit.append([span for turn in turns for span in trajectory.turns[turn].spans])
+    assigned = {span for spans in spans_by_unit for span in spans}
+    for index, span in enumerate(trajectory.spans):
+        if span.sampled and index not in assigned:
+            spans_by_unit[-1].append(index)
+    return spans_by_unit
 
 
 def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | None) -> Credit:
@@ -304,11 +379,16 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
     return Credit(trajectory, mean, None, tokens, values, weights)
 
 
-def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
+def set_group_values(members: Sequence[GroupMember], settings: CreditSettings) -> bool:
     """Set the values of a group's members; return whether they differ by more than rounding of the
     summed reward components."""
+    kind = settings.kind
+    if kind == "maxrl":
+        _refuse_negative(members)
     if any(member.trajectory.row_rewards for member in members):
         return _set_row_values(members, kind)
+    if kind in BY_STATE:
+        return BY_STATE[kind](members, settings.by_state)
 
     n = len(members)
     longest = max(len(member.units) for member in members)
@@ -318,7 +398,7 @@ def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
         returns = [member.return_from(unit) for member in members]
         total = math.fsum(returns)
         mean = total / n
-        has_signal = has_signal or _differ(returns)
+        has_signal = has_signal or differ(returns)
         squares += [(value - mean) ** 2 for value in returns]
 
         for member, value in zip(members, returns, strict=True):
@@ -331,6 +411,8 @@ def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
 
     if kind == "std" and n > 1:
         _divide(members, math.sqrt(math.fsum(squares) / ((n - 1) * longest)))
+    if kind == "maxrl":
+        return _divide_by_mean(members, [member.returns[0] for member in members])
     return has_signal
 
 
@@ -341,7 +423,7 @@ def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
     total = math.fsum(means)
     squares = []
     for member, mean in zip(members, means, strict=True):
-        if kind == "rloo" and n > 1:
+        if kind in ("rloo", "state_rloo") and n > 1:
             baseline = (total - mean) / (n - 1)
         else:
             baseline = total / n
@@ -349,20 +431,41 @@ def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
         deviations = math.fsum((value - total / n) ** 2 for value in member.returns)
         squares.append(deviations / len(member.returns))
 
-    if kind == "std" and n > 1:
+    if kind in ("std", "gigpo", "gagpo") and n > 1:
         _divide(members, math.sqrt(math.fsum(squares) / (n - 1)))
-    return _differ([value for member in members for value in member.returns])
+    has_signal = differ([value for member in members for value in member.returns])
+    if kind == "maxrl":
+        return _divide_by_mean(members, means) and has_signal
+    return has_signal
+
+
+def _refuse_negative(members: Sequence[GroupMember]) -> None:
+    for member in members:
+        reward = member.trajectory.reward
+        if reward is not None and reward < 0:
+            key = member.trajectory.key
+            raise RewardError(
+                f"the reward of task {key.task!r}, sample {key.sample} (step {key.metrics_step}) "
+                f'is {reward}; advantage = "maxrl" divides by the mean reward of a task, which '
+                "needs rewards of at least 0: shift them, or choose another algorithm"
+            )
+
+
+def _divide_by_mean(members: Sequence[GroupMember], returns: Sequence[float]) -> bool:
+    """Divide the values by the mean return; return whether there is one."""
+    mean = math.fsum(returns) / len(returns)
+    if mean <= 0 or not differ(returns):
+        for member in members:
+            member.values = [0.0] * len(member.values)
+        return False
+    for member in members:
+        member.values = [value / mean for value in member.values]
+    return True
 
 
 def _divide(members: Sequence[GroupMember], deviation: float) -> None:
     for member in members:
         member.values = [value / (deviation + STD_FLOOR) for value in member.values]
-
-
-def _differ(values: Sequence[float]) -> bool:
-    """Return whether values differ by more than rounding."""
-    largest, smallest = max(values), min(values)
-    return largest - smallest > FLAT * max(1.0, abs(largest), abs(smallest))
 
 
 def normalize_batch(members: Sequence[GroupMember]) -> bool:
@@ -376,10 +479,10 @@ def normalize_batch(members: Sequence[GroupMember]) -> bool:
             weighted += zip(member.values, member.trainable_per_unit(), strict=True)
         else:
             member.set_token_values()
-            weighted += [(value, 1) for value in _trained_values(member)]
+            weighted += [(value, 1) for value in member.trained_values()]
 
     trained = [value for value, count in weighted if count]
-    if not trained or not _differ(trained):
+    if not trained or not differ(trained):
         return False
 
     ids = sum(count for _, count in weighted)
@@ -391,166 +494,6 @@ def normalize_batch(members: Sequence[GroupMember]) -> bool:
         for span_values in (member.token_values or {}).values():
             span_values[:] = [(value - mean) / scale for value in span_values]
     return True
-
-
-def _trained_values(member: GroupMember) -> list[float]:
-    """Return the values of the ids that carry loss."""
-    trained = []
-    for index, values in (member.token_values or {}).items():
-        span = member.trajectory.spans[index]
-        first = 1 if span.start == 0 else 0
-        weights = None if member.weights is None else member.weights.by_span.get(index)
-        for offset in range(first, span.trained):
-            if weights is None or weights[offset]:
-                trained.append(values[offset])
-    return trained
-
-
-@dataclass(slots=True)
-class GroupMember:
-    """Trajectory being compared, as units (turns, rows, or all of it) with a return each."""
-
-    trajectory: Trajectory
-    weights: TokenWeights | None
-    units: list[list[int]]
-    """Spans of each unit, in order of time."""
-    returns: list[float]
-    """Discounted rewards from a unit to the end; includes penalties unless they are kept per
-    token."""
-    penalties: Penalties | None
-    discount: float
-    values: list[float] = field(default_factory=list)
-    """Advantage per unit."""
-    token_values: dict[int, list[float]] | None = None
-    """Advantage per id of a span, if ids of a unit differ."""
-
-    @classmethod
-    def of(
-        cls,
-        trajectory: Trajectory,
-        settings: CreditSettings,
-        penalties: Penalties | None,
-    ) -> GroupMember:
-        """Assign a trajectory's reward to its units, less the penalties of its ids.
-
-        Where advantages are normalized over the batch, penalties stay with their ids for
-        `token_returns`.
-        """
-        assert trajectory.reward is not None
-        row_units = trajectory.row_units()
-        if row_units:
-            units = _spans_of(trajectory, [turns for turns, _ in row_units])
-        elif settings.credit == "turn" and trajectory.turns:
-            units = _spans_of(trajectory, [[number] for number in range(len(trajectory.turns))])
-        else:
-            units = [[index for index, span in enumerate(trajectory.spans) if span.sampled]]
-
-        # The reward of each unit, and how much of it the unit before returns.
-        if row_units:
-            rewards = [reward for _, reward in row_units]
-            discount = 0.0
-        elif len(units) > 1:
-            rewards = [turn.reward or 0.0 for turn in trajectory.turns]
-            # The last turn also gets what the episode's reward exceeds the sum of its turns' by.
-            rewards[-1] += trajectory.reward - sum(rewards)
-            discount = settings.discount
-        else:
-            rewards = [float(trajectory.reward)]
-            discount = 1.0
-
-        # What length and distance from the reference cost.
-        if settings.overlong_tokens is not None:
-            added = overlong_penalty(trajectory, settings.overlong_tokens, settings.overlong_buffer)
-            if row_units:
-                rewards = [reward + added for reward in rewards]
-            else:
-                rewards[-1] += added
-        keeps_penalties = settings.kind == "batch"
-        if penalties is not None and not keeps_penalties:
-            for unit, spans in enumerate(units):
-                rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
-
-        return cls(
-            trajectory=trajectory,
-            weights=settings.scale(trajectory),
-            units=units,
-            returns=discounted_returns(rewards, discount),
-            penalties=penalties if keeps_penalties else None,
-            discount=discount,
-        )
-
-    def return_from(self, unit: int) -> float:
-        """Return the return from a unit on; 0 after the last unit."""
-        return self.returns[unit] if unit < len(self.returns) else 0.0
-
-    def trainable_per_unit(self) -> list[int]:
-        """Count the ids of each unit that carry loss."""
-        return [
-            sum(trained_ids(self.trajectory, span, self.weights) for span in spans)
-            for spans in self.units
-        ]
-
-    def set_token_values(self) -> None:
-        """Set `token_values` to the returns from each sampled id on, with penalties per id."""
-        self.token_values = {
-            span: [0.0] * len(self.trajectory.spans[span].ids)
-            for spans in self.units
-            for span in spans
-        }
-        for span, offset, value in self.token_returns():
-            self.token_values[span][offset] = value
-
-    def token_returns(self) -> Iterator[tuple[int, int, float]]:
-        """Yield (span, offset, return from that id on) of every sampled id, latest first, with
-        per-token penalties."""
-        later = 0.0
-        for unit in reversed(range(len(self.units))):
-            penalty = self.discount * later
-            for span in reversed(self.units[unit]):
-                values = (self.penalties or {}).get(span)
-                for offset in reversed(range(len(self.trajectory.spans[span].ids))):
-                    penalty += values[offset] if values is not None else 0.0
-                    yield span, offset, self.returns[unit] - penalty
-            later = penalty
-
-    def by_span(self) -> dict[int, Sequence[float]] | None:
-        """Return the advantage of each sampled id; None if all are equal."""
-        if self.token_values is not None:
-            return dict(self.token_values)
-        if len(self.values) == 1:
-            return None
-
-        by_span: dict[int, Sequence[float]] = {}
-        for value, spans in zip(self.values, self.units, strict=True):
-            for span in spans:
-                by_span[span] = (value,) * len(self.trajectory.spans[span].ids)
-        return by_span
-
-
-def _spans_of(trajectory: Trajectory, units: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the spans of units that are given by their turns.
-
-    Spans without a turn were sampled in failed attempts, and no row has their turn; they carry no
-    loss, and the last unit has them.
-    """
-    spans_by_unit = []
-    for turns in units:
-        spans_by_unit.append([span for turn in turns for span in trajectory.turns[turn].spans])
-    assigned = {span for spans in spans_by_unit for span in spans}
-    for index, span in enumerate(trajectory.spans):
-        if span.sampled and index not in assigned:
-            spans_by_unit[-1].append(index)
-    return spans_by_unit
-
-
-def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Compute returns-to-go: ``G_k = r_k + discount * G_{k+1}``."""
-    returns = []
-    later = 0.0
-    for reward in reversed(rewards):
-        later = reward + discount * later
-        returns.append(later)
-    return returns[::-1]
 
 
 def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> float:

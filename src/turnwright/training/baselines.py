@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from turnwright.training.advantages import GroupMember, SetValues
+from turnwright.training.advantages import SetValues
 from turnwright.training.credit import exclusion_reason, sort_key
+from turnwright.training.group_member import GroupMember
 from turnwright.types import Group, Trajectory
 
 RUNNING_DECAY = 0.95

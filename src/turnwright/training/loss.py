@@ -23,13 +23,13 @@ from torch import Tensor
 
 from turnwright.config import TrainConfig
 from turnwright.config.names import Advantage
-from turnwright.config.schema import Aggregation, KLEstimator, KLPlace
+from turnwright.config.schema import Aggregation, CreditUnit, KLEstimator, KLPlace
 from turnwright.config.schema import Correction as CorrectionKind
 from turnwright.errors import ConfigError
-from turnwright.training.advantages import Penalties
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import TokenStats
 from turnwright.training.forward.passes import MicroBatch
+from turnwright.training.group_member import Penalties
 from turnwright.types import Trajectory
 
 
@@ -48,6 +48,9 @@ class TokenBatch:
     sequence: Tensor
     """Mean of ``logp - old`` over all tokens of the token's trajectory, across rows and passes: the
     log of the trajectory's ratio, per token. Scored before this pass, without gradient."""
+    turn: Tensor
+    """Sum of ``logp - old`` over all tokens of the token's turn: the log of the turn's ratio, in
+    the same way."""
     clip_low: float
     clip_high: float
     clip_cap: float | None = None
@@ -78,14 +81,17 @@ class Algorithm:
     name: str
     loss: Callable[[TokenBatch], TokenLoss]
     advantage: Advantage = "std"
+    credit: CreditUnit = "trajectory"
+    discount: float = 1.0
+    gae_lambda: float | None = None
     aggregation: Aggregation = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
     kl_estimator: KLEstimator = "k3"
     kl_in: KLPlace = "loss"
     sequence: bool = False
-    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each
-    update but the first."""
+    """Whether it uses `TokenBatch.sequence` or `TokenBatch.turn`, which cost a scored pass before
+    each update but the first."""
     overlong: bool = False
     """Whether trajectories near the maximum length lose reward."""
     refill: int = 0
@@ -100,6 +106,9 @@ class AlgorithmSettings:
 
     algorithm: Algorithm
     advantage: str
+    credit: CreditUnit
+    discount: float
+    gae_lambda: float | None
     aggregation: Aggregation
     clip_low: float
     clip_high: float
@@ -130,6 +139,16 @@ def clipped(tokens: TokenBatch, ratio: Tensor | None = None) -> TokenLoss:
         surrogate = torch.where(capped, tokens.clip_cap * tokens.advantage, surrogate)
         stopped = stopped | capped
     return TokenLoss(-surrogate, ratio.detach(), stopped.detach())
+
+
+def by_turn(tokens: TokenBatch) -> TokenLoss:
+    """Compute PPO's clipped loss with the ratio of the token's turn, that of the product of its
+    tokens' probabilities: a turn is one action, of which no part is clipped alone.
+
+    The gradient flows through each token's own logprob, so that of a turn is the ratio times the
+    advantage times the gradient of the turn's log-probability.
+    """
+    return clipped(tokens, torch.exp(tokens.turn + (tokens.logp - tokens.logp.detach())))
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -199,7 +218,10 @@ class Correction:
 
 
 def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Tensor:
-    """Compute the sum (or mean) of each trajectory's values, at each of its tokens, across rows."""
+    """Compute the sum (or mean) of each trajectory's values, at each of its tokens, across rows.
+
+    By indices of turns instead, it is that of each turn's.
+    """
     trajectories = int(trajectory_n.max()) + 1 if trajectory_n.numel() else 0
     totals = values_n.new_zeros(trajectories).index_add_(0, trajectory_n, values_n)
     if mean:
@@ -240,6 +262,16 @@ def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True, slots=True)
+class LogRatios:
+    """Change of log-probabilities since they are old, of what each of N tokens belongs to."""
+
+    sequence_n: Tensor
+    """Of its trajectory, per token of it."""
+    turn_n: Tensor
+    """Of its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,11 +357,11 @@ class Objective:
                 by_span[span][offset] = penalty
         return lambda trajectory: by_trajectory.get(id(trajectory))
 
-    def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
-        """Return the log of each trajectory's ratio per token, at each of its tokens, (N,).
+    def log_ratios(self, batch: TrainingBatch, score: Scores, *, first: bool) -> LogRatios | None:
+        """Return the log of the ratios of each token's trajectory and turn.
 
-        None where the algorithm has no use for it, and where it is 0: before the `first` update,
-        if the ratio is that to the trainer's own logprobs.
+        None where the algorithm has no use for them, and where they are 0: before the `first`
+        update, if the ratio is that to the trainer's own logprobs.
 
         A trajectory's tokens may be in several rows and passes. So the complete batch is scored
         under the current policy, unless it was scored already and nothing was updated since.
@@ -346,14 +378,18 @@ class Objective:
             now_n = score(batch)
         old_n = batch.engine_n if by_engine else batch.start_n
         assert old_n is not None
-        return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
+        change_n = now_n - old_n
+        return LogRatios(
+            sequence_n=per_trajectory(change_n, batch.trajectory_n, mean=True),
+            turn_n=per_trajectory(change_n, batch.turn_n, mean=False),
+        )
 
     def terms(
         self,
         batch: TrainingBatch,
         micro: MicroBatch,
         stats: TokenStats,
-        sequence_n: Tensor | None,
+        log_ratios: LogRatios | None,
     ) -> PolicyTerms:
         """Compute the loss of one forward pass from the statistics of its M targets, with gradient.
 
@@ -364,7 +400,7 @@ class Objective:
 
         The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1;
         without a reference, the KL term is omitted; ``D_t`` is the weighted divergence from
-        teachers. `sequence_n` is the result of `sequence`.
+        teachers.
         """
         config = self.config
         settings = self.settings
@@ -375,12 +411,13 @@ class Objective:
 
         # The algorithm's loss per token, of a ratio and an advantage.
         old_n = batch.engine_n if config.old_logprobs == "engine" else batch.start_n
-        no_sequence_m = logp_m.new_zeros(logp_m.shape)
+        no_change_m = logp_m.new_zeros(logp_m.shape)
         tokens = TokenBatch(
             logp=logp_m,
             old=logp_m.detach() if old_n is None else select(old_n),
             advantage=_with_teachers(select(batch.advantages_n), batch, micro, logp_m),
-            sequence=no_sequence_m if sequence_n is None else select(sequence_n),
+            sequence=no_change_m if log_ratios is None else select(log_ratios.sequence_n),
+            turn=no_change_m if log_ratios is None else select(log_ratios.turn_n),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             clip_cap=config.clip_cap,

@@ -162,17 +162,25 @@ TURN_WEIGHTS = with_turn_weights(None)
 """The weights that agent functions gave their replies, and no other."""
 
 
-def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
-    """Count the ids of a span that can carry loss.
+def trained_offsets(
+    trajectory: Trajectory, index: int, weights: TokenWeights | None = None
+) -> Sequence[int]:
+    """Return the offsets of a span's ids that can carry loss.
 
     The first id of a path cannot, since no position predicts it.
     """
     span = trajectory.spans[index]
     first = 1 if span.start == 0 else 0
+    offsets = range(first, max(first, span.trained))
     span_weights = None if weights is None else weights.by_span.get(index)
-    if span_weights is None or not span.trained:
-        return max(0, span.trained - first)
-    return sum(1 for weight in span_weights[first : span.trained] if weight)
+    if span_weights is None:
+        return offsets
+    return [offset for offset in offsets if span_weights[offset]]
+
+
+def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
+    """Count the ids of a span that can carry loss."""
+    return len(trained_offsets(trajectory, index, weights))
 
 
 def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None) -> int:

@@ -592,6 +592,10 @@ class Trajectory:
             turn = self.turns[turn].parent
         return turns[::-1]
 
+    def turn_of_span(self) -> dict[int, int]:
+        """Return the index of the turn whose reply each sampled span is part of."""
+        return {span: number for number, turn in enumerate(self.turns) for span in turn.spans}
+
     def reply_start(self, turn: int) -> int:
         """Return the path position of the first id of a turn's assistant message."""
         while self.turns[turn].inserted is not None:

@@ -76,7 +76,9 @@ class FrozenLake(Env):
 
     def step(self, action: Action) -> Step:
         assert self._game is not None
-        return self._game.step(action)
+        step = self._game.step(action)
+        _, *rows = str(step.observation).splitlines()  # behind the move
+        return step._replace(info={**step.info, "state": rows})
 
     def close(self) -> None:
         if self._game is not None:

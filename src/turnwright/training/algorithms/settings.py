@@ -15,25 +15,31 @@ import torch
 from torch import Tensor
 
 from turnwright.config import TrainConfig
-from turnwright.config.names import algorithm_error
+from turnwright.config.names import STATE_ADVANTAGES, algorithm_error
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError
 from turnwright.training.algorithms import (
     cispo,
     dapo,
     dr_grpo,
+    gagpo,
+    gigpo,
     grpo,
     gspo,
+    maxrl,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
+    state_rloo,
 )
 from turnwright.training.loss import Algorithm, AlgorithmSettings, TokenBatch, TokenLoss
 
-BUILT_IN: dict[str, Algorithm] = {
-    module.ALGORITHM.name: module.ALGORITHM
-    for module in (grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo)
-}
+MODULES = (
+    *(grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo, maxrl),
+    *(gigpo, gagpo, state_rloo),
+)
+
+BUILT_IN: dict[str, Algorithm] = {module.ALGORITHM.name: module.ALGORITHM for module in MODULES}
 
 
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
@@ -68,9 +74,17 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     if not config.reward_weight:
         refill = 0
 
+    advantage = config.advantage or algorithm.advantage
+    credit = config.credit or algorithm.credit
+    if advantage in STATE_ADVANTAGES:
+        credit = "turn"
+
     return AlgorithmSettings(
         algorithm=algorithm,
-        advantage=config.advantage or algorithm.advantage,
+        advantage=advantage,
+        credit=credit,
+        discount=algorithm.discount if config.discount is None else config.discount,
+        gae_lambda=algorithm.gae_lambda if config.gae_lambda is None else config.gae_lambda,
         aggregation=config.aggregation or algorithm.aggregation,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -145,7 +159,7 @@ def check_custom(function: Any, spec: str) -> None:
     logits = spread.reshape(9, 5).sin().requires_grad_()
     tokens = _example(logits)
     copies = {}
-    for name in ("logp", "old", "advantage", "sequence"):
+    for name in ("logp", "old", "advantage", "sequence", "turn"):
         copies[name] = getattr(tokens, name).detach().clone()
 
     loss = _call(function, tokens, refuse)
@@ -185,7 +199,8 @@ def _example(logits: Tensor, part: slice = slice(None)) -> TokenBatch:
     old = logp.detach() + shift
     advantage = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5], dtype=torch.float64)
     sequence = torch.cat([-shift[:3].mean().expand(3), -shift[3:].mean().expand(3)])
-    return TokenBatch(logp[part], old[part], advantage[part], sequence[part], 0.2, 0.28)
+    turn = torch.cat([-shift[:3].sum().expand(3), -shift[3:].sum().expand(3)])
+    return TokenBatch(logp[part], old[part], advantage[part], sequence[part], turn[part], 0.2, 0.28)
 
 
 def _call(function: Any, tokens: TokenBatch, refuse: Callable[[str], ConfigError]) -> Tensor:

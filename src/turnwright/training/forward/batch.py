@@ -118,6 +118,17 @@ class TrainingBatch:
         ]
 
     @property
+    def turn_n(self) -> Tensor:
+        """Index of the token's turn, over all trajectories; spans without a turn count as one."""
+        turns = []
+        number_of: dict[tuple[int, int], int] = {}
+        turn_of_spans = [trajectory.turn_of_span() for trajectory in self.trajectories]
+        for index, (span, _) in zip(self.trajectory_n.tolist(), self.slots, strict=True):
+            turn = index, turn_of_spans[index].get(span, -1)
+            turns.append(number_of.setdefault(turn, len(number_of)))
+        return torch.tensor(turns, dtype=torch.long, device=self.trajectory_n.device)
+
+    @property
     def size(self) -> int:
         """Number of ids that carry loss."""
         return int(self.weights_n.numel())

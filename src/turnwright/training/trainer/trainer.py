@@ -53,7 +53,7 @@ from turnwright.training.forward.packing import BatchPacker
 from turnwright.training.forward.passes import MicroBatch, Pack
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.forward.support import SamplingSupport
-from turnwright.training.loss import Objective, PolicyTerms, check_logprobs
+from turnwright.training.loss import LogRatios, Objective, PolicyTerms, check_logprobs
 from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.model.lora import adapter_of
 from turnwright.training.model.models import (
@@ -172,12 +172,7 @@ class Trainer:
         self.objective = Objective(config, settings)
         self.baselines = RunningBaselines()
         """State of `advantage = "running"`."""
-        self.credit_settings = CreditSettings.of(
-            config,
-            settings.advantage,
-            settings.refill,
-            running=self.baselines.of,
-        )
+        self.credit_settings = CreditSettings.of(config, settings, running=self.baselines.of)
 
         # The model. Dropout is off, since the trained policy must equal the sampled one; gradients
         # flow all the same.
@@ -500,7 +495,7 @@ class Trainer:
             check_logprobs(batch)
         if batch.start_n is None and self.objective.correction is not None:
             self._score_start(batch, step_metrics)
-        sequence_n = self.objective.sequence(batch, self._score, first=is_first)
+        log_ratios = self.objective.log_ratios(batch, self._score, first=is_first)
 
         # With `gradient_signal_steps`: what the gradient is compared with, the average of earlier
         # steps'. A first step has none, and compares two halves of its tasks. How far each task
@@ -509,13 +504,13 @@ class Trainer:
         past = self.optimizer.momentum()
         halved = set[str]()
         if by_task and not past:
-            past, halved = self._half_gradient(batch, sequence_n)
+            past, halved = self._half_gradient(batch, log_ratios)
 
         # Forward and backward.
         self.optimizer.zero_grad()
         passes = self.micro_batch_limit.run(
             batch,
-            lambda: self._backward(batch, sequence_n),
+            lambda: self._backward(batch, log_ratios),
             undo=self.optimizer.zero_grad,
         )
 
@@ -568,7 +563,7 @@ class Trainer:
             scaled.update(agreement.scaled, moved=moved)
 
     def _half_gradient(
-        self, batch: TrainingBatch, sequence_n: Tensor | None
+        self, batch: TrainingBatch, log_ratios: LogRatios | None
     ) -> tuple[Direction, set[str]]:
         """Return the gradient of every second task of a batch, and the ids of those tasks.
 
@@ -586,7 +581,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.micro_batch_limit.run(
             half,
-            lambda: self._backward(half, sequence_n),
+            lambda: self._backward(half, log_ratios),
             undo=self.optimizer.zero_grad,
         )
         return self.optimizer.gradient(), halved
@@ -629,7 +624,7 @@ class Trainer:
                 return_free_pages()
             yield micro, counts
 
-    def _backward(self, batch: TrainingBatch, sequence_n: Tensor | None) -> list[BackwardPass]:
+    def _backward(self, batch: TrainingBatch, log_ratios: LogRatios | None) -> list[BackwardPass]:
         """Run forward and backward of this rank's passes; gradients add up in the parameters."""
         done = []
         for micro, counts in self._passes(batch):
@@ -646,7 +641,7 @@ class Trainer:
                 **options,
             )
             stats.logprobs_m.retain_grad()
-            terms = self.objective.terms(batch, micro, stats, sequence_n)
+            terms = self.objective.terms(batch, micro, stats, log_ratios)
 
             # A pass that other ranks have and this one has not is run as well, since sharded layers
             # wait for all ranks; it adds nothing.
