@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "a misspelled environment": ({}, "check hopp"),
     "a file without a class": ({}, "check echo.py"),
     "a class that the file lacks": ({}, "check echo.py:Ecco"),
-    "an algorithm that there is not": (recipe(USE), f"{TRAIN} --train.algorithm ppo"),
+    "an algorithm that there is not": (recipe(USE), f"{TRAIN} --train.algorithm gpro"),
     "a directory without a model": (recipe(USE), f"{TRAIN} --model.path ."),
     "a model of the hub, without a network": (recipe(USE), f"{TRAIN} --model.path Qwen/Qwen3-0.6B"),
     "reset without seed": (env("task, *, seed=None", "task"), CHECK),

@@ -52,7 +52,7 @@ def example_texts(count: int = 60) -> list[str]:
 
 def credit_settings(config: TrainConfig) -> CreditSettings:
     """How a trainer of this configuration makes advantages of rewards."""
-    return CreditSettings.of(config, resolve_settings(config), RunningBaselines().of)
+    return CreditSettings.of(config, resolve_settings(config).credit_choice, RunningBaselines().of)
 
 
 M, E, P = Origin.MODEL, Origin.ENV, Origin.PROMPT

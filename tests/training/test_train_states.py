@@ -521,8 +521,8 @@ def test_pictures_tell_states_apart():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"algorithm": "gigpo", "credit": "trajectory"}, "which compares turns; leave it out"),
-        ({"advantage": "state_rloo", "credit": "trajectory"}, "which compares turns"),
+        ({"algorithm": "gigpo", "credit": "trajectory"}, "which is by turn; leave it out"),
+        ({"advantage": "state_rloo", "credit": "trajectory"}, "which is by turn"),
     ],
 )
 def test_contradictions_are_refused(keys, said):

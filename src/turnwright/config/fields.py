@@ -8,7 +8,7 @@ about any other.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -110,6 +110,15 @@ def keys_by_name() -> dict[str, list[str]]:
     return keys
 
 
+def _by_last_word(keys: Iterable[str]) -> dict[str, str]:
+    """Return the dotted key of each last part: of a section rather than of a part of one, and the
+    last of several."""
+    by_word: dict[str, str] = {}
+    for key in sorted(reversed(list(keys)), key=lambda dotted: dotted.count(".")):
+        by_word.setdefault(key.rpartition(".")[2], key)
+    return by_word
+
+
 MOST_LISTED = 16
 """Most keys that an error lists."""
 
@@ -141,10 +150,10 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 
     # Keys by the word that a user writes: of this section, and of others.
     if section:
-        siblings = {name.rpartition(".")[2]: name for name in known_keys(section)}
+        siblings = _by_last_word(known_keys(section))
     else:
         siblings = {name: name for name in (*known_keys(), *heads)}
-    elsewhere = {name: keys[-1] for name, keys in keys_by_name().items()}
+    elsewhere = _by_last_word(known_keys())
 
     if key not in siblings and key in elsewhere:
         return f"{error}; did you mean '{spelled(elsewhere[key])}'?"

@@ -31,11 +31,16 @@ Advantage = Literal[
     "gigpo",
     "gagpo",
     "state_rloo",
+    "gae",
+    "gae_turn",
+    "gae_bilevel",
 ]
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 STATE_ADVANTAGES = ("gigpo", "gagpo", "state_rloo")
 """Advantages that compare the turns of a task's episodes that began in equal states."""
-GROUPLESS_ADVANTAGES = ("batch", "running")
+CRITIC_ADVANTAGES = ("gae", "gae_turn", "gae_bilevel")
+"""Generalized advantages from the values of a critic: by token, by turn, or by both."""
+GROUPLESS_ADVANTAGES = ("batch", "running", *CRITIC_ADVANTAGES)
 """Advantages for which an episode needs no others of its task."""
 ALGORITHM_ADVANTAGES: dict[str, Advantage] = {
     "grpo": "std",
@@ -50,6 +55,9 @@ ALGORITHM_ADVANTAGES: dict[str, Advantage] = {
     "gigpo": "gigpo",
     "gagpo": "gagpo",
     "state_rloo": "state_rloo",
+    "ppo": "gae",
+    "turn_ppo": "gae_turn",
+    "bilevel_ppo": "gae_bilevel",
 }
 """The advantage of each algorithm."""
 ALGORITHMS = tuple(ALGORITHM_ADVANTAGES)
@@ -63,14 +71,6 @@ PARSERS = (
 TRACKERS = ("trackio", "wandb", "tensorboard")
 SAMPLERS = ("uniform", "window", "pools", "progress")
 LOSS_SCALES = ("default", "last_round")
-
-OTHER_WORDS = {
-    "ppo": (
-        "PPO needs a value network, which there is none of; reinforce_pp is the closest without "
-        "one;"
-    )
-}
-"""Answers to names that are well known but not available, instead of a similar one."""
 
 ErrorOf = Callable[[str], str]
 """What is wrong with a name, or an empty string."""
@@ -88,7 +88,7 @@ def _named(
         is_own = bool(own) and any(mark in name for mark in marks)
         if name in names or is_own:
             return ""
-        near = OTHER_WORDS.get(name.lower(), "") or did_you_mean(name, names)
+        near = did_you_mean(name, names)
         choices = f"there are {', '.join(names)}"
         if own:
             choices += f"; your own is {own}"

@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from turnwright.config.names import (
     ALGORITHM_ADVANTAGES,
     COLUMNS,
+    CRITIC_ADVANTAGES,
     ENGINES,
     GROUPLESS_ADVANTAGES,
     PROGRAM,
@@ -72,6 +73,7 @@ Aggregation = Literal["token", "trajectory", "fixed"]
 VisionTraining = Literal["trained", "frozen"]
 CreditUnit = Literal["trajectory", "turn"]
 StateKey = Literal["history", "observation"]
+CriticBody = Literal["own", "policy"]
 OnFailedEpisode = Literal["drop_group", "survivors"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLPlace = Literal["loss", "reward"]
@@ -988,9 +990,37 @@ def _signal_steps_error(steps: int) -> str:
     return "must be 0 or at least 10: an average over fewer steps cannot tell a signal from chance"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig(Section):
+    """The critic of an algorithm that has one: a model of the rewards that an episode still earns,
+    asked before each token or turn."""
+
+    body: CriticBody = "own"
+    """Source of the hidden states that values are computed from: a body of its `own`, a copy of the
+    policy as it is when reinforcement begins, trained for values; or the `policy`'s, which then
+    costs one more forward pass and no second model."""
+    lr: NonNegativeFloat | None = None
+    """Learning rate of its own body, constant; none is `train.lr`."""
+    head_lr: NonNegativeFloat = 1e-3
+    """Learning rate of the two layers between body and value, which begin at random."""
+    updates: PositiveInt = 4
+    """Updates a step, each over all of its values."""
+    warmup_steps: NonNegativeInt = 0
+    """First reinforcement steps, in which the critic is trained and the policy is not."""
+    clip: PositiveFloat | None = None
+    """Maximum move of a value in one step before its loss stops to fall, in standard deviations of
+    returns (PPO's value clipping); none does not clip."""
+    width: PositiveInt | None = None
+    """Width of the hidden layer between body and value; none is the body's."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Maximum gradient norm of body and head, each; larger gradients are scaled down to it."""
+
+
 def _of_advantage(*names: str) -> str:
     """Return in words that the advantage is one of those, by itself or by its algorithm."""
-    algorithms = [name for name in names if name in ALGORITHM_ADVANTAGES]
+    algorithms = [
+        algorithm for algorithm, advantage in ALGORITHM_ADVANTAGES.items() if advantage in names
+    ]
     return (
         f"train.advantage = {' | '.join(names)}, or train.advantage none and train.algorithm = "
         f"{' | '.join(algorithms)}"
@@ -1008,8 +1038,8 @@ class TrainConfig(Section):
     takes `steps` as it is."""
     algorithm: Annotated[str, PathKind.OBJECT] = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
-    `gspo`, `cispo`, `maxrl`, `gigpo`, `gagpo`, `state_rloo` or `file.py:function`. It sets the keys
-    below that are none."""
+    `gspo`, `cispo`, `maxrl`, `gigpo`, `gagpo`, `state_rloo`; `ppo`, `turn_ppo` and `bilevel_ppo`,
+    which train a critic; or `file.py:function`. It sets the keys below that are none."""
     reward_weight: NonNegativeFloat = 1.0
     """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups
     of one episode suffice."""
@@ -1076,8 +1106,10 @@ class TrainConfig(Section):
     by that mean (`maxrl`) or not (`mean`); minus the mean of the other rewards (`rloo`); normalized
     over the batch (`batch`); minus the group mean, then normalized over the batch (`group_batch`);
     minus the average of the agent's earlier rewards in the environment (`running`); of turns that
-    began in equal states (`gigpo`, `gagpo`, `state_rloo`); or `file.py:function` of a group's
-    trajectories and their returns. None is the algorithm's (grpo: std)."""
+    began in equal states (`gigpo`, `gagpo`, `state_rloo`); generalized, from a critic's values of
+    tokens (`gae`), of turns (`gae_turn`) or of both (`gae_bilevel`), then normalized over the
+    batch; or `file.py:function` of a group's trajectories and their returns. None is the
+    algorithm's (grpo: std)."""
     credit: CreditUnit | None = None
     """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the
     rewards from that turn on. None is the algorithm's (grpo: trajectory)."""
@@ -1090,7 +1122,12 @@ class TrainConfig(Section):
     """Weight of the comparison of equal states beside that of whole episodes, with `gigpo`."""
     gae_lambda: Fraction | None = None
     """Lambda of generalized advantages, per turn: weight of the rewards that came beside the value
-    of the next state. None is the algorithm's (state_rloo: one over the returns from there)."""
+    of the next state. None is the algorithm's (turn_ppo: 0.9; state_rloo: one over the returns from
+    there)."""
+    token_discount: Fraction = 1.0
+    """Discount of generalized advantages, per token."""
+    token_lambda: Fraction = 1.0
+    """Lambda of generalized advantages, per token."""
     loss_scale: Annotated[str, PathKind.OBJECT] = "default"
     """Loss weights of sampled tokens: `default`, all equal; `last_round`, only the last round; or
     `file.py:function`, weights per turn or token."""
@@ -1150,6 +1187,8 @@ class TrainConfig(Section):
     routing_replay: ExpertRouting = "off"
     """Whether a mixture-of-experts model is trained with the experts that the engine selected for
     each token (R3, arXiv 2510.11370)."""
+    critic: CriticConfig = CriticConfig()
+    """The critic of `ppo`, `turn_ppo` and `bilevel_ppo`."""
 
     def check(self, run: RunConfig, context: Context) -> Broken:
         """Yield names that there are not, and keys that conflict."""
@@ -1194,8 +1233,12 @@ class TrainConfig(Section):
             )
             yield "reference_every", why
         baseline = self.baseline
-        if self.refill and baseline in ("batch", "group_batch", "running"):
-            others = "earlier episodes" if baseline == "running" else "the complete batch"
+        if self.refill and (baseline in GROUPLESS_ADVANTAGES or baseline == "group_batch"):
+            others = "the complete batch"
+            if baseline == "running":
+                others = "earlier episodes"
+            elif baseline in CRITIC_ADVANTAGES:
+                others = "what its critic expects"
             why = (
                 f'replaces groups without reward variance; advantage = "{baseline}" compares '
                 f"with {others}"
@@ -1203,10 +1246,11 @@ class TrainConfig(Section):
             yield "refill", why
         if self.discount not in (None, 1.0) and not self.by_turn:
             yield "discount", 'applies between turns; set credit = "turn"'
-        if self.credit == "trajectory" and baseline in STATE_ADVANTAGES:
-            why = (
-                f'has no meaning with advantage = "{baseline}", which compares turns; leave it out'
-            )
+        if self.discount not in (None, 1.0) and baseline == "gae":
+            why = 'applies between turns, and advantage = "gae" is by token; set token_discount'
+            yield "discount", why
+        if self.credit == "trajectory" and self.by_turn:
+            why = f'has no meaning with advantage = "{baseline}", which is by turn; leave it out'
             yield "credit", why
 
     def _check_correction(self) -> Broken:
@@ -1265,6 +1309,8 @@ class TrainConfig(Section):
         if self.min_group > group_size and self.compares(run):
             why = f"must be at most rollout.group_size = {group_size}, or every group is dropped"
             yield "min_group", why
+        if self.critic.warmup_steps >= self.steps and self.data_epochs is None:
+            yield "critic.warmup_steps", f"must be under train.steps = {self.steps}"
         if self.lr_warmup_steps >= self.steps and self.data_epochs is None:
             yield "lr_warmup_steps", f"must be under train.steps = {self.steps}"
         episodes = run.rollout.groups * group_size
@@ -1279,7 +1325,8 @@ class TrainConfig(Section):
     @property
     def by_turn(self) -> bool:
         """Whether the turns of an episode have advantages of their own."""
-        return self.credit == "turn" or self.baseline in STATE_ADVANTAGES
+        own_turns = (*STATE_ADVANTAGES, *CRITIC_ADVANTAGES)
+        return self.credit == "turn" or self.baseline in own_turns
 
     def compares(self, run: RunConfig) -> bool:
         """Return whether a trajectory is compared with the others of its task."""
@@ -1311,11 +1358,29 @@ class TrainConfig(Section):
             self.reward_weight > 0,
             "train.reward_weight > 0",
         )
-        by_state = self.reward_weight > 0 and self.baseline in STATE_ADVANTAGES
-        has_lambda = self.baseline in ("gagpo", "state_rloo")
-        yield Need(("state",), by_state, _of_advantage("gigpo", "gagpo", "state_rloo"))
+        generalized = ("gagpo", "state_rloo", "gae_turn", "gae_bilevel")
+        by_token = ("gae", "gae_bilevel")
+        yield Need(("state",), self.baseline in STATE_ADVANTAGES, _of_advantage(*STATE_ADVANTAGES))
         yield Need(("step_weight",), self.baseline == "gigpo", _of_advantage("gigpo"))
-        yield Need(("gae_lambda",), has_lambda, _of_advantage("gagpo", "state_rloo"))
+        yield Need(("gae_lambda",), self.baseline in generalized, _of_advantage(*generalized))
+        yield Need(
+            ("token_discount", "token_lambda"), self.baseline in by_token, _of_advantage(*by_token)
+        )
+        of_critic = (
+            "body",
+            "lr",
+            "head_lr",
+            "updates",
+            "warmup_steps",
+            "clip",
+            "width",
+            "max_grad_norm",
+        )
+        yield Need(
+            tuple(f"critic.{key}" for key in of_critic),
+            self.baseline in CRITIC_ADVANTAGES,
+            _of_advantage(*CRITIC_ADVANTAGES),
+        )
         yield Need(
             ("overlong_buffer",),
             bool(self.overlong_tokens) or self.algorithm == "dapo" or is_own_algorithm,

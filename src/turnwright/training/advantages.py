@@ -11,18 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from turnwright.config import TrainConfig
-from turnwright.config.names import ADVANTAGES
+from turnwright.config.names import ADVANTAGES, CRITIC_ADVANTAGES, GROUPLESS_ADVANTAGES
 from turnwright.config.schema import CreditUnit, OnFailedEpisode
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError, RewardError, UsageError
-from turnwright.training.credit import Credit, StepCredits, count_ids, exclusion_reason, sort_key
+from turnwright.training.credit import (
+    Credit,
+    StepCredits,
+    ValueTargets,
+    count_ids,
+    exclusion_reason,
+    sort_key,
+)
+from turnwright.training.gae import GaeSettings, set_gae
 from turnwright.training.group_member import (
     STD_FLOOR,
     GroupMember,
     Penalties,
+    PerId,
     differ,
     discounted_returns,
 )
@@ -45,11 +54,19 @@ from turnwright.training.untrained_reasons import (
 )
 from turnwright.types import Group, Trajectory
 
-if TYPE_CHECKING:
-    from turnwright.training.loss import AlgorithmSettings
-
 BY_STATE = {"gigpo": gigpo, "gagpo": gagpo, "state_rloo": state_rloo}
 """Formulas that compare turns that began in equal states."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditChoice:
+    """What a recipe says of credit, or its algorithm where the recipe leaves it open."""
+
+    advantage: str
+    credit: CreditUnit
+    discount: float
+    gae_lambda: float | None
+    refill: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,8 @@ class CreditSettings:
     """Factor on a reward one turn later."""
     by_state: StepGroupSettings = field(default_factory=StepGroupSettings)
     """How turns that began in equal states are compared."""
+    gae: GaeSettings = field(default_factory=GaeSettings)
+    """Lambda and token discounts of generalized advantages."""
     scale: LossScale = TURN_WEIGHTS
     """Weights of a trajectory's ids in the loss; ids of weight 0 are not trained."""
     overlong_tokens: int | None = None
@@ -86,15 +105,13 @@ class CreditSettings:
     """Reason given to zero-variance groups: `NO_SIGNAL`, or `FILTERED` where they are replaced."""
 
     @classmethod
-    def of(
-        cls, config: TrainConfig, settings: AlgorithmSettings, running: OwnAdvantage
-    ) -> CreditSettings:
+    def of(cls, config: TrainConfig, choice: CreditChoice, running: OwnAdvantage) -> CreditSettings:
         """Return the settings of a recipe and its algorithm.
 
         `running` is what sets the advantages of that kind. Raise `ConfigError` for an unusable
         function.
         """
-        kind = settings.advantage
+        kind = choice.advantage
         own: OwnAdvantage | None = None
         if kind == "running":
             own = running
@@ -103,14 +120,19 @@ class CreditSettings:
 
         keep_group = None if config.group_filter is None else group_filter(config.group_filter)
         # A filter decides which groups are replaced; what it keeps without a signal stays.
-        replaced = settings.refill and keep_group is None
+        replaced = choice.refill and keep_group is None
 
         return cls(
             kind=kind,
             own=own,
-            credit=settings.credit,
-            discount=settings.discount,
-            by_state=StepGroupSettings(config.state, settings.gae_lambda, config.step_weight),
+            credit=choice.credit,
+            discount=choice.discount,
+            by_state=StepGroupSettings(config.state, choice.gae_lambda, config.step_weight),
+            gae=GaeSettings(
+                1.0 if choice.gae_lambda is None else choice.gae_lambda,
+                config.token_discount,
+                config.token_lambda,
+            ),
             scale=with_turn_weights(loss_scale(config.loss_scale)),
             overlong_tokens=config.overlong_tokens,
             overlong_buffer=config.overlong_buffer,
@@ -120,6 +142,11 @@ class CreditSettings:
             on_failure=config.on_failure,
             no_signal=FILTERED if replaced else NO_SIGNAL,
         )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need the values of a critic."""
+        return self.kind in CRITIC_ADVANTAGES
 
     @property
     def has_running_baseline(self) -> bool:
@@ -132,6 +159,7 @@ def advantages(
     groups: Sequence[Group],
     settings: CreditSettings | None = None,
     penalty: Callable[[Trajectory], Penalties | None] | None = None,
+    values: Callable[[Trajectory], PerId | None] | None = None,
 ) -> StepCredits:
     """Compute advantages by comparing trajectories within each group, or within the batch.
 
@@ -154,7 +182,8 @@ def advantages(
         group_batch  the same of G_ik - mean_j G_jk      (REINFORCE++, arXiv 2501.03262)
 
     `gigpo`, `gagpo` and `state_rloo` compare the turns that began in equal states instead, see
-    `step_groups.py`.
+    `step_groups.py`. `gae`, `gae_turn` and `gae_bilevel` compare an episode with what a critic
+    expected of it, see `gae.py`, and normalize over the batch as `batch` does.
 
     K is the group's largest number of units, 1 unless credit is by turn. `std` then is the sample
     deviation (n - 1), as in TRL and verl. The `rloo` baseline is independent of trajectory i, of
@@ -177,6 +206,7 @@ def advantages(
         settings: the formula, credit within a trajectory, and which groups and ids are left out; by
             default `std` of the full reward.
         penalty: what is subtracted from a trajectory's reward, per id.
+        values: what the critic expects before each id that carries loss, for the last three.
 
     Returns:
         Credits, one per trajectory, sorted by key, so that they do not depend on the order in
@@ -192,7 +222,7 @@ def advantages(
     rejected: list[str] = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
-        compared = _compare(group, reasons, settings, own, penalty)
+        compared = _compare(group, reasons, settings, own, PerTrajectory(penalty, values))
         if compared.rejected:
             rejected.append(compared.rejected)
 
@@ -206,9 +236,10 @@ def advantages(
             outcomes.append((trajectory, reason, member))
     outcomes.sort(key=lambda row: sort_key(row[0]))
 
-    # Two formulas compare with the complete batch, whose trajectories are known only now.
+    # Some formulas compare with the complete batch, whose trajectories are known only now.
     included = [member for _, reason, member in outcomes if reason is None and member is not None]
-    by_batch = settings.kind in ("batch", "group_batch") and bool(included)
+    of_batch = settings.kind in ("batch", "group_batch") or settings.has_critic
+    by_batch = of_batch and bool(included)
     no_variance = by_batch and not normalize_batch(included)
 
     credits = []
@@ -229,6 +260,14 @@ def without_signal(groups: Sequence[Group], settings: CreditSettings) -> list[bo
 
 
 @dataclass(frozen=True, slots=True)
+class PerTrajectory:
+    """What was scored of a step's ids before they are compared, by trajectory."""
+
+    penalty: Callable[[Trajectory], Penalties | None] | None = None
+    values: Callable[[Trajectory], PerId | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Comparison:
     """A group whose usable trajectories were compared, or why they were not."""
 
@@ -245,13 +284,13 @@ def _compare(
     reasons: Sequence[str | None],
     settings: CreditSettings,
     own: SetValues | None,
-    penalty: Callable[[Trajectory], Penalties | None] | None,
+    scored: PerTrajectory,
 ) -> _Comparison:
     """Compare the trajectories of a group that have no reason against it."""
     if settings.on_failure == "drop_group" and FAILED in reasons:
         return _Comparison(dropped=SIBLING_FAILED)
     # Where others are compared than those of the group, one trajectory is enough.
-    fewest = 1 if settings.kind in ("batch", "running") else max(settings.min_group, 1)
+    fewest = 1 if settings.kind in GROUPLESS_ADVANTAGES else max(settings.min_group, 1)
     if reasons.count(None) < fewest:
         return _Comparison(dropped=GROUP_TOO_SMALL)
 
@@ -259,7 +298,7 @@ def _compare(
     for trajectory, reason in zip(group.trajectories, reasons, strict=True):
         if reason is None:
             usable.append(trajectory)
-    members = _members_of(usable, settings, penalty)
+    members = _members_of(usable, settings, scored.penalty)
     if settings.keep_group is not None:
         choice = settings.keep_group(usable)
         if not choice.keep:
@@ -269,9 +308,26 @@ def _compare(
         has_signal = own(members)
     elif settings.kind == "batch":
         has_signal = True  # compared with the batch instead
+    elif settings.has_critic:
+        _set_generalized(members, settings, scored.values)
+        has_signal = True
     else:
         has_signal = set_group_values(members, settings) or settings.kind == "group_batch"
     return _Comparison(members, None if has_signal else settings.no_signal)
+
+
+def _set_generalized(
+    members: Sequence[GroupMember],
+    settings: CreditSettings,
+    values: Callable[[Trajectory], PerId | None] | None,
+) -> None:
+    if values is None:
+        raise UsageError(
+            f'advantage = "{settings.kind}" compares with a critic, whose values only a Trainer '
+            "computes; call Trainer.step_credits instead of advantages"
+        )
+    for member in members:
+        set_gae(member, settings.kind, values(member.trajectory) or {}, settings.gae)
 
 
 def _members_of(
@@ -327,7 +383,7 @@ def _member_of(
             rewards = [reward + added for reward in rewards]
         else:
             rewards[-1] += added
-    keeps_penalties = settings.kind == "batch"
+    keeps_penalties = settings.kind in ("batch", "gae")
     if penalties is not None and not keeps_penalties:
         for unit, spans in enumerate(units):
             rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
@@ -361,9 +417,12 @@ def _spans_of(trajectory: Trajectory, units: Sequence[Sequence[int]]) -> list[li
 
 def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | None) -> Credit:
     weights = None if member is None else member.weights
+    for_critic = None
+    if member is not None and member.targets is not None:
+        for_critic = ValueTargets(member.targets, member.returns_per_id())
     tokens = trainable_tokens(trajectory, weights)
     if reason is not None or member is None:
-        return Credit(trajectory, None, reason, tokens, None, weights)
+        return Credit(trajectory, None, reason, tokens, None, weights, for_critic)
 
     # The mean over the ids, for metrics and the viewer.
     values = member.by_span()
@@ -376,7 +435,7 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
         counts = member.trainable_per_unit()
         total = math.fsum(value * count for value, count in zip(member.values, counts, strict=True))
         mean = total / max(sum(counts), 1)
-    return Credit(trajectory, mean, None, tokens, values, weights)
+    return Credit(trajectory, mean, None, tokens, values, weights, for_critic)
 
 
 def set_group_values(members: Sequence[GroupMember], settings: CreditSettings) -> bool:
@@ -474,11 +533,12 @@ def normalize_batch(members: Sequence[GroupMember]) -> bool:
     # Values with the number of ids that have them.
     weighted: list[tuple[float, int]] = []
     for member in members:
-        if member.penalties is None:
+        if member.penalties is None and member.token_values is None:
             member.values = member.values or list(member.returns)
             weighted += zip(member.values, member.trainable_per_unit(), strict=True)
         else:
-            member.set_token_values()
+            if member.token_values is None:
+                member.set_token_values()
             weighted += [(value, 1) for value in member.trained_values()]
 
     trained = [value for value, count in weighted if count]

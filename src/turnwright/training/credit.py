@@ -26,6 +26,16 @@ from turnwright.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
+class ValueTargets:
+    """What a critic learns of a trajectory: span index -> a number for each of its ids."""
+
+    targets: Mapping[int, Sequence[float]]
+    """Lambda-returns; NaN where the critic was not asked."""
+    returns: Mapping[int, Sequence[float]]
+    """Returns that came, without a critic's help."""
+
+
+@dataclass(frozen=True, slots=True)
 class Credit:
     """Advantage of one trajectory's sampled ids, or the reason why they get weight 0."""
 
@@ -39,6 +49,8 @@ class Credit:
     """Span index -> advantage per id, if ids differ."""
     weights: TokenWeights | None = None
     """Loss scale; None is 1 everywhere."""
+    for_critic: ValueTargets | None = None
+    """What the critic learns of it, if there is one."""
 
     @property
     def counted(self) -> bool:

@@ -188,6 +188,11 @@ class ProcessRanks(Ranks):
         full_logprobs = as_forward(model, "turnwright_full_logprobs", forward.full_logprobs)
         return lambda *args, **named: TokenStats(*inside(*args, **named)), full_logprobs
 
+    def as_method(
+        self, model: nn.Module, name: str, function: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        return as_forward(model, name, function)
+
     def limit(self, micro_tokens: int, positions: int) -> int:
         """Return the maximum positions of a pass, so that each rank gets about two passes if there
         are enough positions."""

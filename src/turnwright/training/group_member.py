@@ -47,6 +47,14 @@ class GroupMember:
     targets: dict[int, list[float]] | None = None
     """What a critic's value of each id should have been; NaN where it is not asked."""
 
+    def returns_per_id(self) -> PerId:
+        """Return for each id the return of its unit."""
+        per_id: dict[int, Sequence[float]] = {}
+        for value, spans in zip(self.returns, self.units, strict=True):
+            for span in spans:
+                per_id[span] = (value,) * len(self.trajectory.spans[span].ids)
+        return per_id
+
     @property
     def units_are_turns(self) -> bool:
         """Whether each unit is one turn, in order."""

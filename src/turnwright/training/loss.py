@@ -26,6 +26,7 @@ from turnwright.config.names import Advantage
 from turnwright.config.schema import Aggregation, CreditUnit, KLEstimator, KLPlace
 from turnwright.config.schema import Correction as CorrectionKind
 from turnwright.errors import ConfigError
+from turnwright.training.advantages import CreditChoice
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import TokenStats
 from turnwright.training.forward.passes import MicroBatch
@@ -117,6 +118,13 @@ class AlgorithmSettings:
     refill: int = 0
     notes: tuple[str, ...] = ()
     """Warnings for the user: keys that undo what defines the algorithm."""
+
+    @property
+    def credit_choice(self) -> CreditChoice:
+        """What they say of credit."""
+        return CreditChoice(
+            self.advantage, self.credit, self.discount, self.gae_lambda, self.refill
+        )
 
 
 def clipped(tokens: TokenBatch, ratio: Tensor | None = None) -> TokenLoss:
@@ -345,17 +353,10 @@ class Objective:
     ) -> Callable[[Trajectory], Penalties | None]:
         """Compute ``kl * k1`` of the batch's ids, by trajectory and span, from logprobs under both
         policies."""
-        by_trajectory: dict[int, dict[int, list[float]]] = {}
-        if batch.size:
-            penalties = (self.config.kl * k1(score(batch), reference(batch))).tolist()
-            indices = batch.trajectory_n.tolist()
-            for penalty, index, (span, offset) in zip(penalties, indices, batch.slots, strict=True):
-                trajectory = batch.trajectories[index]
-                by_span = by_trajectory.setdefault(id(trajectory), {})
-                if span not in by_span:
-                    by_span[span] = [0.0] * len(trajectory.spans[span].ids)
-                by_span[span][offset] = penalty
-        return lambda trajectory: by_trajectory.get(id(trajectory))
+        if not batch.size:
+            return lambda trajectory: None
+        penalties_n = self.config.kl * k1(score(batch), reference(batch))
+        return batch.by_trajectory(penalties_n, 0.0)
 
     def log_ratios(self, batch: TrainingBatch, score: Scores, *, first: bool) -> LogRatios | None:
         """Return the log of the ratios of each token's trajectory and turn.

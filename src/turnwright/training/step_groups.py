@@ -31,6 +31,8 @@ turn begins in."""
 
 State = tuple[str, str, bytes]
 """Agent, source of the name, digest."""
+WHOLE: State = ("", "whole", b"")
+"""State of an episode that is not divided into turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,11 @@ class StepGroups:
         self._visits: dict[State, _Visits] = defaultdict(_Visits)
 
         for index, member in enumerate(members):
-            states = states_of(member.trajectory, key) if member.units_are_turns else []
+            states = [WHOLE]
+            if member.units_are_turns:
+                states = states_of(member.trajectory, key)
+            elif len(member.units) > 1:
+                states = []
             self.states.append(states)
             for unit, state in enumerate(states):
                 visits = self._visits[state]

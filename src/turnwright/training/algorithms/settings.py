@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from turnwright.config import TrainConfig
-from turnwright.config.names import STATE_ADVANTAGES, algorithm_error
+from turnwright.config.names import CRITIC_ADVANTAGES, STATE_ADVANTAGES, algorithm_error
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError
 from turnwright.training.algorithms import (
+    bilevel_ppo,
     cispo,
     dapo,
     dr_grpo,
@@ -27,16 +28,18 @@ from turnwright.training.algorithms import (
     grpo,
     gspo,
     maxrl,
+    ppo,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
     state_rloo,
+    turn_ppo,
 )
 from turnwright.training.loss import Algorithm, AlgorithmSettings, TokenBatch, TokenLoss
 
 MODULES = (
     *(grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo, maxrl),
-    *(gigpo, gagpo, state_rloo),
+    *(gigpo, gagpo, state_rloo, ppo, turn_ppo, bilevel_ppo),
 )
 
 BUILT_IN: dict[str, Algorithm] = {module.ALGORITHM.name: module.ALGORITHM for module in MODULES}
@@ -76,7 +79,7 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
 
     advantage = config.advantage or algorithm.advantage
     credit = config.credit or algorithm.credit
-    if advantage in STATE_ADVANTAGES:
+    if advantage in STATE_ADVANTAGES or advantage in CRITIC_ADVANTAGES:
         credit = "turn"
 
     return AlgorithmSettings(

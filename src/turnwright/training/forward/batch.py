@@ -117,6 +117,23 @@ class TrainingBatch:
             if scores.targets is not None
         ]
 
+    def by_trajectory(
+        self, numbers_n: Tensor, fill: float
+    ) -> Callable[[Trajectory], dict[int, list[float]] | None]:
+        """Return a function that gives the numbers of a trajectory's ids by span, None if the batch
+        has none of it; `fill` is that of ids without loss."""
+        found: dict[int, dict[int, list[float]]] = {}
+        indices = self.trajectory_n.tolist()
+        for number, index, (span, offset) in zip(
+            numbers_n.tolist(), indices, self.slots, strict=True
+        ):
+            trajectory = self.trajectories[index]
+            by_span = found.setdefault(id(trajectory), {})
+            if span not in by_span:
+                by_span[span] = [fill] * len(trajectory.spans[span].ids)
+            by_span[span][offset] = number
+        return lambda trajectory: found.get(id(trajectory))
+
     @property
     def turn_n(self) -> Tensor:
         """Index of the token's turn, over all trajectories; spans without a turn count as one."""

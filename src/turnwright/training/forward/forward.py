@@ -675,6 +675,18 @@ class ForwardPass:
         return decoder.last_norm(stream_td.index_select(0, micro.before_m))
 
     @property
+    def feature_width(self) -> int:
+        """Width of what `features` returns first."""
+        weight = None if self.head is None else getattr(self.head.module, "weight", None)
+        if isinstance(weight, Tensor):
+            return int(weight.shape[1])
+
+        ids_bt = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
+        with torch.no_grad():
+            output = self._call(self.model, ids_bt, torch.zeros_like(ids_bt))
+        return int(output.logits.shape[-1])
+
+    @property
     def decoder(self) -> nn.Module | None:
         """Module whose layers attend; None if the model does not expose it."""
         return self.tower.text if self.tower is not None else self.body

@@ -53,6 +53,13 @@ class Ranks:
         """Shard a model in place; return `stats` and `full_logprobs` of its `ForwardPass`."""
         return forward.stats, forward.full_logprobs
 
+    def as_method(
+        self, model: nn.Module, name: str, function: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        """Return a function that runs inside of a model, whose sharded parts are gathered for it;
+        its result must be no view."""
+        return function
+
     def limit(self, micro_tokens: int, positions: int) -> int:
         """Return the maximum positions of a pass of a batch with so many positions."""
         return micro_tokens

@@ -235,8 +235,9 @@ TINY_CONTEXT = 4096
 """Maximum positions of a tiny model."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
+CRITIC_FILE = "critic.safetensors"
 """With `STATE_FILE`, the files of a checkpoint besides those of a model directory."""
-_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
+_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, CRITIC_FILE, STATE_FILE, ADAPTER_FILE}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,16 @@ class StepMetrics:
             parts[:] = ranks.gather(parts)
 
     def metrics(self) -> dict[str, float]:
-        """Return means over the step; without an update, only `loss` and `grad_norm`, both 0."""
-        if not self.updates:
-            return {"loss": 0.0, "grad_norm": 0.0}
+        """Return means over the step; without an update, `loss` and `grad_norm` are 0, and there is
+        only the mismatch beside them."""
+        metrics = self._of_updates() if self.updates else {"loss": 0.0, "grad_norm": 0.0}
+        if not self.start:
+            return metrics
+        trainer = torch.cat([trainer for trainer, _ in self.start])
+        engine = torch.cat([engine for _, engine in self.start])
+        return metrics | logprob_mismatch(trainer, engine)
 
+    def _of_updates(self) -> dict[str, float]:
         losses = [loss for loss, _ in self.updates]
         norms = [norm for _, norm in self.updates]
         metrics = {
@@ -93,10 +99,7 @@ class StepMetrics:
             metrics["correction_mean"] = float(weights_n.mean())
             metrics["correction_ess"] = effective_sample_share(weights_n)
             metrics["correction_masked"] = self.masked / weights_n.numel()
-
-        trainer = torch.cat([trainer for trainer, _ in self.start])
-        engine = torch.cat([engine for _, engine in self.start])
-        return metrics | logprob_mismatch(trainer, engine)
+        return metrics
 
 
 def _mean(parts: Sequence[Tensor]) -> float:

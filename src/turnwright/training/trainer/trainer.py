@@ -4,7 +4,8 @@
 `Trainer.step` compares the trajectories of each task (`training/advantages.py`), makes batches of
 their sampled ids (`training/forward/batch.py`), and for each batch `_update` runs the model forward
 and backward, pass after pass (`_backward`), before the optimizer moves the weights.
-`training/loss.py` has the loss of a pass; its algorithm is a file of `training/algorithms`.
+`training/loss.py` has the loss of a pass; its algorithm is a file of `training/algorithms`. An
+algorithm with a critic (`critic.py`) asks it before credits are made, and trains it after.
 
 By default a step is one batch and one update. `train.minibatches` and `train.epochs` make it
 several. Only with `train.gradient_signal_steps` is a step measured and shortened
@@ -53,10 +54,12 @@ from turnwright.training.forward.packing import BatchPacker
 from turnwright.training.forward.passes import MicroBatch, Pack
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.forward.support import SamplingSupport
+from turnwright.training.group_member import Penalties
 from turnwright.training.loss import LogRatios, Objective, PolicyTerms, check_logprobs
 from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.model.lora import adapter_of
 from turnwright.training.model.models import (
+    CRITIC_FILE,
     OPTIMIZER_FILE,
     REFERENCE_FILE,
     freeze_vision,
@@ -66,6 +69,7 @@ from turnwright.training.model.quantize import OnGrid, plain_inputs, rounds_acti
 from turnwright.training.model.reference import ReferencePolicy
 from turnwright.training.model.weight_export import Transform, Weights, named_tensors, tied_names
 from turnwright.training.teachers.teacher import MakeTeachers, TaughtPolicy, refuse_ranks
+from turnwright.training.trainer.critic import AskedValues, Critic, body_of
 from turnwright.training.trainer.gradient_signal import GradientSignal
 from turnwright.training.trainer.heap import return_free_pages
 from turnwright.training.trainer.micro_batches import (
@@ -88,6 +92,15 @@ from turnwright.types.seeds import derive_seed
 LOSS_CHANGE = 0.01
 """Change of the loss, at most and to first order, by the move that measures how the gradients of
 tasks agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """What credits need to know of a step's ids before rewards are compared."""
+
+    penalty: Callable[[Trajectory], Penalties | None] | None = None
+    asked: AskedValues | None = None
+    """What the critic expected."""
 
 
 class StepResult(NamedTuple):
@@ -172,7 +185,9 @@ class Trainer:
         self.objective = Objective(config, settings)
         self.baselines = RunningBaselines()
         """State of `advantage = "running"`."""
-        self.credit_settings = CreditSettings.of(config, settings, running=self.baselines.of)
+        self.credit_settings = CreditSettings.of(
+            config, settings.credit_choice, running=self.baselines.of
+        )
 
         # The model. Dropout is off, since the trained policy must equal the sampled one; gradients
         # flow all the same.
@@ -186,6 +201,9 @@ class Trainer:
         self._rounded_inputs = rounds_activations(model)
         if config.vision == "frozen":
             freeze_vision(model)
+        body = None
+        if self.credit_settings.has_critic and config.critic.body == "own":
+            body = body_of(model, shared=ranks.size == 1)
         self.transforms: list[Transform] = []
         """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
 
@@ -217,6 +235,18 @@ class Trainer:
 
         # From here on the model may be sharded, and parameters are replaced.
         self._stats, self._full_logprobs = ranks.shard(model, self.forward)
+        self.critic: Critic | None = None
+        if self.credit_settings.has_critic:
+            self.critic = Critic(
+                config,
+                self.forward,
+                body,
+                ranks,
+                limit=self.micro_batch_limit,
+                pixels=pixels,
+                seed=seed,
+                trees=self.layout.cost_model is not None,
+            )
         self.teachers = None if teachers is None else teachers(self._as_policy())
         self.reset_optimizer()
         self._reference: ReferencePolicy | None = None
@@ -296,8 +326,10 @@ class Trainer:
         check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
 
-        # Credit: how much better each trajectory did than the others of its task.
-        step_credits = self.step_credits(groups)
+        # Credit: how much better each trajectory did than the others of its task, or than the
+        # critic expected.
+        scored = self._scored(groups)
+        step_credits = self._credits(groups, scored)
         credits = step_credits.credits
 
         # Batches: one per minibatch, each with the passes that cover it.
@@ -320,12 +352,23 @@ class Trainer:
         if batches and needs_probe(config, self.precision, step, rounded_inputs=rounded):
             probe = WeightSyncProbe.before(credits, self._at_temperature_one, self.device)
 
+        # The critic learns what came of it. At first it may do so alone.
+        critic_metrics: dict[str, float] = {}
+        epochs = config.epochs
+        if self.critic is not None and scored.asked is not None:
+            critic_metrics = self.critic.learn(scored.asked, credits)
+            if step < config.critic.warmup_steps:
+                epochs = 0
+                for batch in batches:
+                    if batch.start_n is None:
+                        self._score_start(batch, step_metrics)
+
         # Updates.
         lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
         codes = self._codes()
         limited = self._limited(credits, step_metrics, version) if batches else nullcontext()
         with limited:
-            for epoch in range(config.epochs):
+            for epoch in range(epochs):
                 # The first update adds to the evidence, which may lower the number of epochs.
                 if epoch == self.epochs_made:
                     break
@@ -346,6 +389,7 @@ class Trainer:
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
             | teacher_figures(batches)
+            | critic_metrics
             | {"lr": lr * self.lr_share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
@@ -433,30 +477,43 @@ class Trainer:
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled
         id."""
+        return self._credits(groups, self._scored(groups))
+
+    def _credits(self, groups: Sequence[Group], scored: _Scored) -> StepCredits:
+        def by_rewards(groups: Sequence[Group]) -> StepCredits:
+            values = None
+            if scored.asked is not None:
+                asked = scored.asked
+                values = asked.batch.by_trajectory(asked.values_n, 0.0)
+            return advantages(groups, self.credit_settings, scored.penalty, values)
+
         if self.teachers is not None:
-            return self.teachers.credits(groups, self.credit_settings, self._reward_credits)
-        return self._reward_credits(groups)
+            return self.teachers.credits(groups, self.credit_settings, by_rewards)
+        return by_rewards(groups)
 
-    def _reward_credits(self, groups: Sequence[Group]) -> StepCredits:
-        settings = self.credit_settings
-        if not self.objective.penalizes_reward:
-            return advantages(groups, settings)
+    def _scored(self, groups: Sequence[Group]) -> _Scored:
+        """Score every id that can carry loss, where its KL is part of the reward or a critic is
+        asked."""
+        if self.critic is None and not self.objective.penalizes_reward:
+            return _Scored()
 
-        # KL is part of the reward: score every id that can carry loss before rewards are compared.
         usable = [
             trajectory
             for group in groups
             for trajectory in group.trajectories
             if exclusion_reason(trajectory) is None
         ]
-        scored = []
+        to_score = []
         for trajectory in sorted(usable, key=sort_key):
-            weights = settings.scale(trajectory)
+            weights = self.credit_settings.scale(trajectory)
             tokens = trainable_tokens(trajectory, weights)
-            scored.append(Credit(trajectory, 0.0, None, tokens, weights=weights))
-        batch = self._batch(scored, LossDenominator("token", 1, 1))
-        penalty = self.objective.penalties(batch, self._score, self._score_reference)
-        return advantages(groups, settings, penalty)
+            to_score.append(Credit(trajectory, 0.0, None, tokens, weights=weights))
+        batch = self._batch(to_score, LossDenominator("token", 1, 1))
+
+        penalty = None
+        if self.objective.penalizes_reward:
+            penalty = self.objective.penalties(batch, self._score, self._score_reference)
+        return _Scored(penalty, None if self.critic is None else self.critic.values(batch))
 
     def _batch(
         self,
@@ -892,8 +949,10 @@ class Trainer:
         return self.config.epochs * self.signal_share / self.epochs_made
 
     def reset_optimizer(self) -> None:
-        """Reset the optimizer's moments for a new phase."""
+        """Reset the optimizer's moments for a new phase, in which a critic begins anew too."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
+        if self.critic is not None:
+            self.critic.reset(self.model)
         # Updates by the same episodes have the same noise: the momentum forgets one step's in as
         # many as there are.
         memory = self.config.gradient_signal_steps
@@ -919,19 +978,24 @@ class Trainer:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
     def save(self, directory: str | Path) -> None:
-        """Write the state for an exact resume, except the weights: optimizer, reference, update
-        count."""
+        """Write the state for an exact resume, except the weights: optimizer, reference, critic,
+        update count."""
         directory = Path(directory)
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["updates"] = torch.tensor([self.updates])
         signals = [signal.state() for signal in self.signals]
         tensors["signal"] = torch.tensor(signals, dtype=torch.float64)
         reference = None if self._reference is None else self._reference.tensors()
+        critic = None
+        if self.critic is not None:
+            critic = {name: tensor.contiguous() for name, tensor in self.critic.tensors()}
 
         # All ranks have gathered their parts above; one writes.
         if self.ranks.rank:
             return
         save_file(tensors, directory / OPTIMIZER_FILE)
+        if critic is not None:
+            save_file(critic, directory / CRITIC_FILE)
         if reference is not None:
             whole = {name: tensor.contiguous() for name, tensor in reference.items()}
             save_file(whole, directory / REFERENCE_FILE)
@@ -945,6 +1009,8 @@ class Trainer:
         for signal, state in zip(self.signals, tensors.pop("signal").tolist(), strict=True):
             signal.restore(*state)
         self.optimizer.restore(tensors)
+        if self.critic is not None:
+            self.critic.restore(read_tensors(directory / CRITIC_FILE))
         self._reference = None
         if self.keeps_reference and (directory / REFERENCE_FILE).exists():
             self._reference = ReferencePolicy(self.model, self.adapter, None)
