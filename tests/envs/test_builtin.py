@@ -16,7 +16,10 @@ from turnwright.errors import ConfigError, EnvError
 from turnwright.media import media_as_text
 from turnwright.types import Message, Task
 
-NAMES = ["calculator", "search", "frozen_lake", "hinted_math", "radar", "geometry", "zoom", "code"]
+NAMES = [
+    *("calculator", "search", "frozen_lake", "sokoban", "hinted_math"),
+    *("radar", "geometry", "zoom", "code"),
+]
 TURNS = {
     "calculator": 2.0,
     "search": 3.0,

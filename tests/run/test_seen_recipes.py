@@ -128,6 +128,25 @@ def test_one_environment_file_serves_both_kinds_of_model_unchanged(tmp_path: Pat
     assert texts & {part["alt"] for part in images}
 
 
+@pytest.mark.parametrize("view", ["image", "positions"])
+def test_sokoban_is_trained_as_pictures_and_as_text(view: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'[[env]]\nuse = "sokoban"\nargs = {{ moves = 4, shaped = true, view = "{view}" }}\n'
+        "[limits]\nturns = 8\nturn_tokens = 4\n[model]\nimage_side = 48\n"
+    )
+    out = tmp_path / "run"
+    sees = view == "image"
+    summary = train(recipe, out, model__vision=str(sees).lower())
+    assert ("success_blind" in summary) == sees
+    rows = lines(out / "trajectories.jsonl")
+    assert all(row["error"] is None for row in rows)
+    for row in rows:
+        images = shown(row)
+        assert bool(images) == sees  # not in every turn: a reply that is no move has a text
+        assert all(part["alt"].startswith("# # # # # #\n# ") for part in images)
+
+
 @pytest.mark.parametrize(
     ("recipe", "turns", "tokens"), [("geo3k_short", 3, 4096), ("geo3k_long", 20, 32_000)]
 )

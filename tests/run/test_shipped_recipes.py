@@ -39,7 +39,7 @@ def test_a_recipe_is_short_and_loads(recipe: Path, tmp_path: Path) -> None:
     assert load(recipe, envs=tuple(BUILTIN)).config.env
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [*BUILT_IN, "sokoban"])
 def test_the_environment_of_a_recipe_takes_its_arguments(name: str) -> None:
     (config,) = load(ROOT / "recipes" / f"{name}.toml", envs=tuple(BUILTIN)).config.env
     assert resolve_env(config).tasks("train", 8)

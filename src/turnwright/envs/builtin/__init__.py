@@ -10,6 +10,7 @@ from turnwright.envs.builtin.hinted_math import HintedMath
 from turnwright.envs.builtin.hop import Hop, HopJson
 from turnwright.envs.builtin.radar import Radar
 from turnwright.envs.builtin.search import Search
+from turnwright.envs.builtin.sokoban import Sokoban
 from turnwright.envs.builtin.zoom import Zoom
 
 BUILTIN: dict[str, Any] = {
@@ -19,6 +20,7 @@ BUILTIN: dict[str, Any] = {
     "search": Search,
     "code": Code,
     "frozen_lake": FrozenLake,
+    "sokoban": Sokoban,
     "hinted_math": HintedMath,
     "radar": Radar,
     "geometry": Geometry,
@@ -37,5 +39,6 @@ __all__ = [
     "HopJson",
     "Radar",
     "Search",
+    "Sokoban",
     "Zoom",
 ]
