@@ -528,3 +528,14 @@ def test_what_is_no_board_is_refused(rows):
 def test_arguments_out_of_range_are_refused(args, message):
     with pytest.raises(ConfigError, match=message):
         resolve_env(EnvConfig(use="sokoban", args=args))
+
+
+def test_boards_that_are_equal_are_one_state():
+    """An algorithm that compares equal states reads their names."""
+    rows = Sokoban(moves=4).tasks("train", 1, 0)[0].info["board"]
+    env = Sokoban(moves=4)
+    asyncio.run(env.reset(Task(info={"board": list(rows)})))
+    board = Board.read(rows)
+    there = next(move for move in MOVES if board.moved(move).boxes == board.boxes != ())
+    step = asyncio.run(env.step(Action(there, Message("assistant", there))))
+    assert step.info["state"] == list(board.moved(there).rows)

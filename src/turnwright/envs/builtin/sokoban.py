@@ -206,7 +206,8 @@ class Sokoban(Env):
         if after.is_solved or is_stuck:
             info = {"solved": after.is_solved}
             return Step(reward=self._reward(before, after), terminated=True, info=info)
-        return Step(self._observe(after), self._reward(before, after))
+        state = {"state": list(after.rows)}
+        return Step(self._observe(after), self._reward(before, after), info=state)
 
     def reward(self, trajectory: Trajectory) -> float:
         """Return the rewards of turns that no step paid for: those without a move, and if the board
