@@ -1,12 +1,14 @@
 """Algorithms with a critic: generalized advantages by hand, losses and gradients against float64
 references, what the critic learns, and exact resume."""
 
+import copy
 import math
 
 import pytest
 import torch
 from kit.double_precision import Model64
 from kit.gradients import disturbed
+from kit.sight import Gallery, episode
 from kit.training import (
     STILL,
     E,
@@ -14,6 +16,7 @@ from kit.training import (
     P,
     chain,
     distance,
+    example_texts,
     fingerprint,
     gradient,
     random_groups,
@@ -21,7 +24,7 @@ from kit.training import (
     with_turns,
 )
 
-from turnwright.config import LoraConfig, TrainConfig
+from turnwright.config import LoraConfig, ModelConfig, TrainConfig
 from turnwright.config.names import CRITIC_ADVANTAGES
 from turnwright.config.schema import CriticConfig
 from turnwright.errors import ConfigError, ModelError, UsageError
@@ -30,6 +33,7 @@ from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.gae import GaeSettings, set_gae
 from turnwright.training.group_member import GroupMember, discounted_returns
 from turnwright.training.loss_weights import TokenWeights
+from turnwright.training.model import models
 from turnwright.training.trainer.critic import ReturnScale, explained_variance
 from turnwright.types import Group, RowReward, Task
 
@@ -436,6 +440,49 @@ def test_credits_that_are_looked_at_teach_nothing():
     trainer.step_credits(example())
     assert (fingerprint(trainer.critic.head), fingerprint(trainer.critic.body)) == before
     assert trainer.critic.updates == 0
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory):
+    sizes = ModelConfig(hidden=32, heads=4, vision=True, image_side=64)
+    folder = tmp_path_factory.mktemp("sees") / "model"
+    return Gallery(models.create_tiny_model(sizes, example_texts(), folder))
+
+
+@pytest.mark.parametrize("body", ["own", "policy"])
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_it_sees_and_shared_pictures_change_nothing(gallery, body, vision):
+    rows = []
+    for sample in range(4):
+        pictures = [gallery.image(sample % 2), gallery.image(7), None]
+        made = with_turns(episode(gallery, pictures, sample=sample))
+        made.reward = float(sample % 2)
+        rows.append(made)
+
+    def learned(batching):
+        model = copy.deepcopy(gallery.module)
+        config = TrainConfig(
+            **STILL,
+            algorithm="turn_ppo",
+            batching=batching,
+            vision=vision,
+            critic=CriticConfig(body=body, lr=3e-3, head_lr=3e-3, updates=12),
+        )
+        trainer = Trainer(model, config, banned_ids=gallery.banned, pixels=gallery.pixels)
+        losses = []
+        for step in range(4):
+            figures = trainer.step([Group(Task("t", id="t"), rows)], step=step, steps=10).metrics
+            losses.append(figures["critic.loss"])
+        values = trainer.critic.values(trainer._scored([Group(Task("t"), rows)]).asked.batch)
+        by_id = values.batch.by_trajectory(values.values_n, 0.0)
+        return losses, torch.tensor([by_id(row)[row.turns[0].spans[0]][0] for row in rows])
+
+    losses, values = learned("rows")
+    assert losses[-1] < 0.7 * losses[0]
+    assert float((values[1] - values[0]).abs()) > 0.1  # what it shows decides the reward
+    tree_losses, tree_values = learned("tree")
+    assert tree_losses[0] == pytest.approx(losses[0], abs=1e-6)
+    assert float((tree_values - values).abs().max()) < 1e-3  # Adam enlarges rounding
 
 
 # Its state.

@@ -254,6 +254,10 @@ def without_signal(groups: Sequence[Group], settings: CreditSettings) -> list[bo
     """Return of each group whether it has no signal, so that dynamic sampling replaces it: a
     zero-variance one (length penalty included), or one that `train.group_filter` rejects."""
     reasons = (FILTERED, NO_SIGNAL) if settings.keep_group is None else (FILTERED,)
+    if settings.has_critic:
+        # Compared with a critic, a group of equal rewards has a signal.
+        settings = replace(settings, kind="batch")
+        reasons = (FILTERED,)
     credits = advantages(groups, settings).credits
     tied = {id(credit.trajectory) for credit in credits if credit.reason in reasons}
     return [any(id(trajectory) in tied for trajectory in group.trajectories) for group in groups]
