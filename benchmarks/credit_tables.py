@@ -1,0 +1,237 @@
+"""Tables of what `credit.py` measured: speed, truth and controls, and the summary of its last
+line."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from credit_worlds import WORLDS
+
+REFERENCE = "grpo"
+"""Method that the others are compared with."""
+TRUTH = "truth"
+"""Method that gets the true advantages, and is not compared."""
+
+T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""0.975 quantiles of Student's t for 1 to 9 degrees of freedom."""
+
+
+def interval(values: Sequence[float]) -> float:
+    """Return half of the width of the 95% interval of a mean; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    quantile = T_QUANTILES[min(len(values) - 2, len(T_QUANTILES) - 1)]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value, equal ones their mean rank."""
+    ordered = sorted(values)
+    found = []
+    for value in values:
+        first = ordered.index(value)
+        found.append(first + (ordered.count(value) - 1) / 2)
+    return found
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return the rank correlation; None where there is none."""
+    try:
+        return statistics.correlation(ranks(left), ranks(right))
+    except statistics.StatisticsError:
+        return None
+
+
+@dataclass
+class Results:
+    """The rows of a folder."""
+
+    cells: list[dict[str, Any]]
+    measured: dict[tuple[str, str], list[dict[str, Any]]]
+    """Figures on each common policy, by world and method."""
+    order: Sequence[str]
+    """Of the methods in tables."""
+
+    @classmethod
+    def read(cls, out: Path, order: Sequence[str]) -> Results:
+        """Read all rows of trainings in the bench's worlds, and of measurements."""
+        cells = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+        rows = [json.loads(path.read_text()) for path in sorted((out / "truth").glob("*.json"))]
+        measured = {(row["world"], row["method"]): row["policies"] for row in rows}
+        return cls([row for row in cells if row["world"] in WORLDS], measured, order)
+
+    def of(self, method: str, world: str, *, shuffled: bool = False) -> list[dict[str, Any]]:
+        """Return the cells of a method in a world, by seed."""
+        rows = []
+        for row in self.cells:
+            if (row["method"], row["world"], row["shuffled"]) == (method, world, shuffled):
+                rows.append(row)
+        return sorted(rows, key=lambda row: row["seed"])
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods with a cell or a measurement, in the order of the table."""
+        found = {row["method"] for row in self.cells} | {method for _, method in self.measured}
+        return [method for method in self.order if method in found]
+
+    @property
+    def worlds(self) -> list[str]:
+        """Worlds with a cell or a measurement."""
+        found = {row["world"] for row in self.cells} | {world for world, _ in self.measured}
+        return [world for world in WORLDS if world in found]
+
+    def episodes(self, method: str, world: str) -> float | None:
+        """Return the mean number of episodes to the goal; those of a seed that did not reach it are
+        all that it had."""
+        rows = self.of(method, world)
+        return statistics.fmean(row["episodes"] for row in rows) if rows else None
+
+    def ratios(self, method: str) -> list[float]:
+        """Return, for each seed, the mean logarithm over worlds of a method's episodes over those
+        of GRPO; for seeds that both have everywhere."""
+        by_seed: dict[int, list[float]] = {}
+        for world in self.worlds:
+            references = {row["seed"]: row for row in self.of(REFERENCE, world)}
+            for row in self.of(method, world):
+                reference = references.get(row["seed"])
+                if reference is not None:
+                    ratio = math.log(row["episodes"] / reference["episodes"])
+                    by_seed.setdefault(row["seed"], []).append(ratio)
+        complete = [logs for logs in by_seed.values() if len(logs) == len(self.worlds)]
+        return [statistics.fmean(logs) for logs in complete]
+
+    def figure(self, method: str, world: str, name: str) -> float | None:
+        """Return the mean of a figure over the common policies."""
+        policies = self.measured.get((world, method))
+        return statistics.fmean(policy[name] for policy in policies) if policies else None
+
+    def spearman_of(self, world: str, figure: str) -> float | None:
+        """Return the rank correlation of a figure and speed over the methods of a world."""
+        figures, speeds = [], []
+        for method in self.methods:
+            value, episodes = self.figure(method, world, figure), self.episodes(method, world)
+            if method != TRUTH and value is not None and episodes is not None:
+                figures.append(value)
+                speeds.append(-episodes)
+        return spearman(figures, speeds) if len(figures) > 2 else None
+
+
+def speed_cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the episodes of a method in a world."""
+    if not rows:
+        return "-"
+    episodes = [row["episodes"] for row in rows]
+    unreached = [row for row in rows if row["episodes_to_90"] is None]
+    mean = statistics.fmean(episodes)
+    text = f"{mean:,.0f}"
+    if len(rows) > 1:
+        text += f" ± {interval(episodes):,.0f}"
+    if unreached:
+        level = statistics.fmean(row["level"] for row in unreached)
+        text = f"≥ {text} ({len(rows) - len(unreached)} of {len(rows)}, else {level:.2f})"
+    return text
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+FIGURES = (
+    "correlation", "cosine", "cosine_expected", "explained", "shift", "bias", "noise",
+)  # fmt: skip
+
+
+def print_tables(results: Results) -> None:
+    """Print markdown of speed, truth and controls, and the summary as JSON."""
+    methods, worlds = results.methods, results.worlds
+
+    rows = []
+    ratios = {}
+    for method in methods:
+        logs = results.ratios(method)
+        against = "-"
+        if logs:
+            ratios[method] = math.exp(statistics.fmean(logs))
+            spread = interval(logs)
+            low, high = ratios[method] * math.exp(-spread), ratios[method] * math.exp(spread)
+            against = f"{ratios[method]:.2f} [{low:.2f}, {high:.2f}]"
+        cells = [speed_cell(results.of(method, world)) for world in worlds]
+        rows.append([f"`{method}`", *cells, against])
+    print("Episodes to 90%, mean over seeds with 95% interval:\n")
+    print(markdown(["method", *worlds, f"times `{REFERENCE}`"], rows))
+
+    rows = []
+    for method in methods:
+        cells = []
+        for figure in FIGURES:
+            values = [results.figure(method, world, figure) for world in worlds]
+            known = [value for value in values if value is not None]
+            cells.append(f"{statistics.fmean(known):.3f}" if known else "-")
+        rows.append([f"`{method}`", *cells])
+    print("\nOn common policies, mean over policies and worlds:\n")
+    print(markdown(["method", *FIGURES], rows))
+
+    rows = []
+    for method in methods:
+        values = [results.figure(method, world, "cosine") for world in worlds]
+        rows.append([f"`{method}`", *("-" if v is None else f"{v:.3f}" for v in values)])
+    print("\nCosine of a batch's gradient with the true one, mean over common policies:\n")
+    print(markdown(["method", *worlds], rows))
+
+    rows = []
+    for method in methods:
+        cells = []
+        for world in worlds:
+            levels = [row["level"] for row in results.of(method, world, shuffled=True)]
+            cells.append(f"{statistics.fmean(levels):.2f}" if levels else "-")
+        if set(cells) != {"-"}:
+            rows.append([f"`{method}`", *cells])
+    if rows:
+        print("\nLevel after training with shuffled rewards:\n")
+        print(markdown(["method", *worlds], rows))
+    print()
+    print(json.dumps(summary_of(results, ratios)))
+
+
+def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
+    """Return the summary; `ratios` are the mean ratios of episodes to those of GRPO."""
+    table: dict[str, dict[str, Any]] = {}
+    for method in results.methods:
+        table[method] = {}
+        for world in results.worlds:
+            rows = results.of(method, world)
+            episodes = [row["episodes"] for row in rows]
+            entry = {
+                "seeds": len(rows),
+                "reached": sum(row["episodes_to_90"] is not None for row in rows),
+                "episodes": results.episodes(method, world),
+                "interval": interval(episodes) if rows else None,
+                "cpu_s": statistics.fmean(row["cpu_s"] for row in rows) if rows else None,
+            }
+            for figure in FIGURES:
+                entry[figure] = results.figure(method, world, figure)
+            table[method][world] = entry
+
+    others = {method: ratio for method, ratio in ratios.items() if method != TRUTH}
+    best = min(others, key=others.__getitem__, default=None)
+    by_world = {world: results.spearman_of(world, "cosine") for world in results.worlds}
+    known = [value for value in by_world.values() if value is not None]
+    controls = [row for row in results.cells if row["shuffled"]]
+    return {
+        "methods": results.methods,
+        "worlds": results.worlds,
+        "table": table,
+        "best": best,
+        "best_vs_grpo_episodes": None if best is None else others[best],
+        "spearman_truth_speed": statistics.fmean(known) if known else None,
+        "spearman_by_world": by_world,
+        "control_level_max": max((row["level"] for row in controls), default=None),
+    }
