@@ -70,6 +70,7 @@ from credit_worlds import PRACTICE, WORLDS, World, env_spec  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from turnwright.config import Limits, TrainConfig  # noqa: E402
+from turnwright.config.schema import CriticConfig  # noqa: E402
 from turnwright.engines.local import LocalEngine  # noqa: E402
 from turnwright.errors import ConfigError  # noqa: E402
 from turnwright.renderers.chat_renderer import ChatRenderer  # noqa: E402
@@ -104,6 +105,9 @@ class Method:
 
 
 TOLD = f"{ROOT / 'benchmarks' / 'credit_truth.py'}:told_advantages"
+# Its learning rate is its own, also where the policy's is 0.
+CRITIC = CriticConfig(lr=LR)
+POLICY_CRITIC = CriticConfig(body="policy")
 METHODS = {
     "truth": Method({"advantage": TOLD, "credit": "turn"}),
     "grpo": Method({"algorithm": "grpo"}),
@@ -119,6 +123,13 @@ METHODS = {
     "gigpo": Method({"algorithm": "gigpo"}),
     "gagpo": Method({"algorithm": "gagpo"}),
     "state_rloo": Method({"algorithm": "state_rloo"}),
+    "ppo": Method({"algorithm": "ppo", "critic": CRITIC}, fit=20),
+    "turn_ppo": Method({"algorithm": "turn_ppo", "critic": CRITIC}, fit=20),
+    "turn_ppo_head": Method({"algorithm": "turn_ppo", "critic": POLICY_CRITIC}, fit=20),
+    "turn_ppo_mc": Method(
+        {"algorithm": "turn_ppo", "critic": CRITIC, "discount": 1.0, "gae_lambda": 1.0}, fit=20
+    ),
+    "bilevel_ppo": Method({"algorithm": "bilevel_ppo", "critic": CRITIC}, fit=20),
 }
 ALL_WORLDS = WORLDS | {PRACTICE.name: PRACTICE}
 

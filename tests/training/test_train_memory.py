@@ -11,6 +11,7 @@ from kit.double_precision import Model64
 from kit.training import STILL, distance, gradient, random_groups
 
 from turnwright.config import LoraConfig, TrainConfig
+from turnwright.config.schema import CriticConfig
 from turnwright.engines import Request
 from turnwright.engines.local import LocalEngine
 from turnwright.errors import ConfigError, TurnwrightError
@@ -251,6 +252,14 @@ def test_the_parts_of_an_estimate(tiny_dir):
     many = estimate(trainer, longest=500, engine=engine, sequences=40, concurrency=200)
     assert few.weights == few.engine < many.engine  # an engine begins with a cache for so few
     assert (few.tokens, many.tokens) == (400, trainer.micro_batch_limit.tokens)
+
+
+@pytest.mark.parametrize("body", ["own", "policy"])
+def test_a_critics_own_body_is_counted(tiny_model, body):
+    config = TrainConfig(algorithm="ppo", critic=CriticConfig(body=body))
+    found = estimate(Trainer(tiny_model, config), longest=100)
+    size = sum(4 * p.numel() for p in tiny_model.parameters())
+    assert found.critic == (3 * size if body == "own" else 0)
 
 
 def test_the_cache_grows_as_estimated(tiny_dir):

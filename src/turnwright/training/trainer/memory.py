@@ -52,6 +52,8 @@ class MemoryEstimate:
     optimizer: int
     reference: int
     """The reference policy's weights, kept between steps."""
+    critic: int
+    """Weights and moments of a critic's own body; its gradients take the place of the policy's."""
     engine: int
     """The local engine's copy of the weights, and its cache once it is full."""
     activations: int
@@ -75,6 +77,7 @@ class MemoryEstimate:
             + self.gradients
             + self.optimizer
             + self.reference
+            + self.critic
             + self.engine
         )
 
@@ -88,7 +91,7 @@ class MemoryEstimate:
 
         `least` is the estimate for shorter rows, where their length is not known yet.
         """
-        names = ["process", "weights", "gradients", "optimizer", "reference", "engine"]
+        names = ["process", "weights", "gradients", "optimizer", "reference", "critic", "engine"]
         if self.activations + self.logits > self.update:
             names += ["activations", "logits"]
         else:
@@ -144,6 +147,12 @@ def estimate(
     # wait in a copy. With a LoRA adapter it is the model without the adapter.
     reference = _bytes(trained) if trainer.keeps_reference and trainer.adapter is None else 0
 
+    # A critic's body has the trained parameters once more, and their moments.
+    own_body = 0
+    if trainer.critic is not None and trainer.critic.body is not None:
+        own_body = _bytes(trained)
+    critic = own_body + (optimizer if own_body else 0)
+
     in_engine = 0
     cache = 0
     if engine is not None:
@@ -157,11 +166,12 @@ def estimate(
     heap = _heap(trainer)
     beyond_peak = max(0.0, a_pass.saved + _logits(trainer, tokens) - a_pass.peak)
     return MemoryEstimate(
-        process=max(0, _bytes_in_use(trainer.device) - weights - in_engine),
+        process=max(0, _bytes_in_use(trainer.device) - weights - own_body - in_engine),
         weights=weights,
         gradients=_bytes(trained),
         optimizer=optimizer,
         reference=reference,
+        critic=critic,
         engine=in_engine + cache,
         activations=int(heap * a_pass.peak),
         logits=int(heap * beyond_peak),
