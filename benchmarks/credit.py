@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -102,6 +102,10 @@ class Method:
     fit: int = 0
     """Steps with a learning rate of 0 on a common policy, before its advantages there are
     measured: for what a method learns beside the policy."""
+    named: bool = True
+    """Whether it gets the names of states; otherwise a state is what was read."""
+    without: tuple[str, ...] = ()
+    """Worlds that it cannot learn, and that are left out."""
 
 
 TOLD = f"{ROOT / 'benchmarks' / 'credit_truth.py'}:told_advantages"
@@ -119,10 +123,12 @@ METHODS = {
     "reinforce_pp_baseline": Method({"algorithm": "reinforce_pp_baseline"}),
     "gspo": Method({"algorithm": "gspo"}),
     "running": Method({"algorithm": "dr_grpo", "advantage": "running"}, fit=20),
-    "maxrl": Method({"algorithm": "maxrl"}),
+    "maxrl": Method({"algorithm": "maxrl"}, without=("luck",)),  # which has negative rewards
     "gigpo": Method({"algorithm": "gigpo"}),
     "gagpo": Method({"algorithm": "gagpo"}),
     "state_rloo": Method({"algorithm": "state_rloo"}),
+    "state_rloo_history": Method({"algorithm": "state_rloo"}, named=False),
+    "state_grpo": Method({"algorithm": "state_grpo"}),
     "ppo": Method({"algorithm": "ppo", "critic": CRITIC}, fit=20),
     "turn_ppo": Method({"algorithm": "turn_ppo", "critic": CRITIC}, fit=20),
     "turn_ppo_head": Method({"algorithm": "turn_ppo", "critic": POLICY_CRITIC}, fit=20),
@@ -272,6 +278,21 @@ def episodes_of(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
+def shown_to(method: str, groups: Sequence[Group]) -> list[Group]:
+    """Return groups as a method gets them: copies without the names of states, or as they are."""
+    if METHODS[method].named:
+        return list(groups)
+    shown = []
+    for group in groups:
+        trajectories = []
+        for trajectory in group.trajectories:
+            twin = copy.copy(trajectory)
+            twin.turns = [replace(turn, info={}) for turn in trajectory.turns]
+            trajectories.append(twin)
+        shown.append(Group(group.task, trajectories))
+    return shown
+
+
 def shuffled(groups: Sequence[Group], seed: str) -> list[Group]:
     """Return copies of groups whose rewards are dealt at random to the episodes of all.
 
@@ -419,6 +440,7 @@ async def train(
                 tell_advantages(histories, truth, episodes_of(groups))
             if cell.shuffled:
                 groups = shuffled(groups, f"{cell.seed}/{step}")
+            groups = shown_to(cell.method, groups)
             if truth is not None and is_looked_at:
                 progress.curve[-1] |= compared(trainer, histories, truth, groups)
 
@@ -502,13 +524,19 @@ async def measure(world: World, methods: Sequence[str], batches: int, out: Path)
                 groups = await player.play(batches + step)
                 for method, trainer in trainers.items():
                     if step < METHODS[method].fit:
-                        trainer.step(groups, step=step, steps=METHODS[method].fit, version=0)
+                        trainer.step(
+                            shown_to(method, groups),
+                            step=step,
+                            steps=METHODS[method].fit,
+                            version=0,
+                        )
 
             for step in range(batches):
                 groups = await player.play(step)
                 tell_advantages(histories, truth, episodes_of(groups))
                 for method, trainer in trainers.items():
-                    estimates[method].add(*advantages_of(trainer, histories, groups))
+                    shown = shown_to(method, groups)
+                    estimates[method].add(*advantages_of(trainer, histories, shown))
         finally:
             await player.engine.close()
 
@@ -592,14 +620,16 @@ def cells_of(args: argparse.Namespace, methods: Sequence[str]) -> list[Cell]:
     for seed in range(args.seeds):
         for world in args.worlds:
             for method in methods:
-                cells.append(Cell(method=method, world=world, seed=seed, steps=args.steps))
+                if world not in METHODS[method].without:
+                    cells.append(Cell(method=method, world=world, seed=seed, steps=args.steps))
 
     # True advantages do not depend on rewards.
     controlled = [method for method in methods if method != TRUTH]
     for seed in range(args.controls):
         for world in args.worlds:
             for method in controlled:
-                cells.append(control_of(method, world, seed))
+                if world not in METHODS[method].without:
+                    cells.append(control_of(method, world, seed))
     return cells
 
 
@@ -614,6 +644,8 @@ def jobs_of(args: argparse.Namespace, methods: Sequence[str]) -> list[Callable[[
     for world in args.worlds:
         missing = []
         for method in methods:
+            if world in METHODS[method].without:
+                continue
             if not is_measured(args.out, world, method, args.batches):
                 missing.append(method)
         if missing:

@@ -23,7 +23,9 @@ from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.step_groups import StepGroupSettings, states_of
 from turnwright.types import Group, ImageRef, MediaPlacement, Message, Span, Task
 
-ALGORITHMS = STATE_ADVANTAGES  # each has the name of its advantage
+ALGORITHMS = STATE_ADVANTAGES
+NAMES = {kind: kind for kind in ALGORITHMS} | {"state_std": "state_grpo"}
+"""The algorithm of each advantage."""
 
 
 # Which state a turn began in.
@@ -345,6 +347,10 @@ def slow_values(kind, members, discount, trace):  # noqa: C901 - three formulas 
             ]
             of_turns.append(r + discount * after(i, k + 1) - sum(rest) / len(rest))
         values.append(of_turns)
+    if kind == "state_std":
+        every = flat(values)
+        deviation = math.sqrt(sum(v**2 for v in every) / (len(every) - 1)) + 1e-4
+        values = [[value / deviation for value in row] for row in values]
     return values
 
 
@@ -384,8 +390,8 @@ def slow_loss(model, made, kind, discount, trace, fixed):
     return total / (count * fixed if kind == "state_rloo" else tokens)
 
 
-DISCOUNT = {"gigpo": 0.95, "gagpo": 0.95, "state_rloo": 1.0}
-TRACE = {"gigpo": None, "gagpo": 0.95, "state_rloo": None}
+DISCOUNT = {"gigpo": 0.95, "gagpo": 0.95, "state_rloo": 1.0, "state_std": 1.0}
+TRACE = {"gigpo": None, "gagpo": 0.95, "state_rloo": None, "state_std": None}
 
 
 @pytest.mark.parametrize("more", [{}, {"discount": 0.8, "gae_lambda": 0.6}])
@@ -397,7 +403,7 @@ def test_loss_and_gradient_against_the_formula(kind, more):
     made = example()
     assert any(len(list(t.samples())) > 1 for g in made for t in g.trajectories)
     model = Model64()
-    settings = {**STILL, "algorithm": kind, "fixed_length": 7, "old_logprobs": "engine"}
+    settings = {**STILL, "algorithm": NAMES[kind], "old_logprobs": "engine"}
     for g in made:  # near enough that not every ratio is clipped
         for t in g.trajectories:
             for row in t.samples():
@@ -406,6 +412,8 @@ def test_loss_and_gradient_against_the_formula(kind, more):
                     if t.spans[span].sampled:
                         t.spans[span].logprobs[offset] = float(logp[place - 1, row.ids[place]])
     disturbed(model, 0.02, 1)
+    if kind == "state_rloo":
+        settings["fixed_length"] = 7
     found = Trainer(model, TrainConfig(**settings, **more)).step(made, step=0, steps=10)
     learned = gradient(model)
 
@@ -420,7 +428,7 @@ def test_loss_and_gradient_against_the_formula(kind, more):
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_neither_layout_nor_order_change_the_gradient(kind):
-    settings = {**STILL, "algorithm": kind, "old_logprobs": "engine"}
+    settings = {**STILL, "algorithm": NAMES[kind], "old_logprobs": "engine"}
 
     def learn(made, **more):
         model = Model64()

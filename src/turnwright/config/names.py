@@ -31,12 +31,13 @@ Advantage = Literal[
     "gigpo",
     "gagpo",
     "state_rloo",
+    "state_std",
     "gae",
     "gae_turn",
     "gae_bilevel",
 ]
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
-STATE_ADVANTAGES = ("gigpo", "gagpo", "state_rloo")
+STATE_ADVANTAGES = ("gigpo", "gagpo", "state_rloo", "state_std")
 """Advantages that compare the turns of a task's episodes that began in equal states."""
 CRITIC_ADVANTAGES = ("gae", "gae_turn", "gae_bilevel")
 """Generalized advantages from the values of a critic: by token, by turn, or by both."""
@@ -55,6 +56,7 @@ ALGORITHM_ADVANTAGES: dict[str, Advantage] = {
     "gigpo": "gigpo",
     "gagpo": "gagpo",
     "state_rloo": "state_rloo",
+    "state_grpo": "state_std",
     "ppo": "gae",
     "turn_ppo": "gae_turn",
     "bilevel_ppo": "gae_bilevel",

@@ -1038,8 +1038,9 @@ class TrainConfig(Section):
     takes `steps` as it is."""
     algorithm: Annotated[str, PathKind.OBJECT] = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
-    `gspo`, `cispo`, `maxrl`, `gigpo`, `gagpo`, `state_rloo`; `ppo`, `turn_ppo` and `bilevel_ppo`,
-    which train a critic; or `file.py:function`. It sets the keys below that are none."""
+    `gspo`, `cispo`, `maxrl`, `gigpo`, `gagpo`, `state_rloo`, `state_grpo`; `ppo`, `turn_ppo` and
+    `bilevel_ppo`, which train a critic; or `file.py:function`. It sets the keys below that are
+    none."""
     reward_weight: NonNegativeFloat = 1.0
     """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups
     of one episode suffice."""
@@ -1106,10 +1107,10 @@ class TrainConfig(Section):
     by that mean (`maxrl`) or not (`mean`); minus the mean of the other rewards (`rloo`); normalized
     over the batch (`batch`); minus the group mean, then normalized over the batch (`group_batch`);
     minus the average of the agent's earlier rewards in the environment (`running`); of turns that
-    began in equal states (`gigpo`, `gagpo`, `state_rloo`); generalized, from a critic's values of
-    tokens (`gae`), of turns (`gae_turn`) or of both (`gae_bilevel`), then normalized over the
-    batch; or `file.py:function` of a group's trajectories and their returns. None is the
-    algorithm's (grpo: std)."""
+    began in equal states (`gigpo`, `gagpo`, `state_rloo`, `state_std`); generalized, from a
+    critic's values of tokens (`gae`), of turns (`gae_turn`) or of both (`gae_bilevel`), then
+    normalized over the batch; or `file.py:function` of a group's trajectories and their returns.
+    None is the algorithm's (grpo: std)."""
     credit: CreditUnit | None = None
     """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the
     rewards from that turn on. None is the algorithm's (grpo: trajectory)."""
@@ -1358,7 +1359,7 @@ class TrainConfig(Section):
             self.reward_weight > 0,
             "train.reward_weight > 0",
         )
-        generalized = ("gagpo", "state_rloo", "gae_turn", "gae_bilevel")
+        generalized = ("gagpo", "state_rloo", "state_std", "gae_turn", "gae_bilevel")
         by_token = ("gae", "gae_bilevel")
         yield Need(("state",), self.baseline in STATE_ADVANTAGES, _of_advantage(*STATE_ADVANTAGES))
         yield Need(("step_weight",), self.baseline == "gigpo", _of_advantage("gigpo"))

@@ -42,7 +42,7 @@ from turnwright.training.loss_weights import (
     trainable_tokens,
     with_turn_weights,
 )
-from turnwright.training.step_groups import StepGroupSettings, gagpo, gigpo, state_rloo
+from turnwright.training.step_groups import StepGroupSettings, gagpo, gigpo, state_rloo, state_std
 from turnwright.training.untrained_reasons import (
     CUT_BY_LENGTH,
     FAILED,
@@ -54,7 +54,7 @@ from turnwright.training.untrained_reasons import (
 )
 from turnwright.types import Group, Trajectory
 
-BY_STATE = {"gigpo": gigpo, "gagpo": gagpo, "state_rloo": state_rloo}
+BY_STATE = {"gigpo": gigpo, "gagpo": gagpo, "state_rloo": state_rloo, "state_std": state_std}
 """Formulas that compare turns that began in equal states."""
 
 
@@ -181,9 +181,9 @@ def advantages(
                                                          dividing by their number
         group_batch  the same of G_ik - mean_j G_jk      (REINFORCE++, arXiv 2501.03262)
 
-    `gigpo`, `gagpo` and `state_rloo` compare the turns that began in equal states instead, see
-    `step_groups.py`. `gae`, `gae_turn` and `gae_bilevel` compare an episode with what a critic
-    expected of it, see `gae.py`, and normalize over the batch as `batch` does.
+    `gigpo`, `gagpo`, `state_rloo` and `state_std` compare the turns that began in equal states
+    instead, see `step_groups.py`. `gae`, `gae_turn` and `gae_bilevel` compare an episode with what
+    a critic expected of it, see `gae.py`, and normalize over the batch as `batch` does.
 
     K is the group's largest number of units, 1 unless credit is by turn. `std` then is the sample
     deviation (n - 1), as in TRL and verl. The `rloo` baseline is independent of trajectory i, of
@@ -486,7 +486,7 @@ def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
     total = math.fsum(means)
     squares = []
     for member, mean in zip(members, means, strict=True):
-        if kind in ("rloo", "state_rloo") and n > 1:
+        if kind in ("rloo", "state_rloo", "state_std") and n > 1:
             baseline = (total - mean) / (n - 1)
         else:
             baseline = total / n
@@ -494,7 +494,7 @@ def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
         deviations = math.fsum((value - total / n) ** 2 for value in member.returns)
         squares.append(deviations / len(member.returns))
 
-    if kind in ("std", "gigpo", "gagpo") and n > 1:
+    if kind in ("std", "gigpo", "gagpo", "state_std") and n > 1:
         _divide(members, math.sqrt(math.fsum(squares) / (n - 1)))
     has_signal = differ([value for member in members for value in member.returns])
     if kind == "maxrl":

@@ -2,8 +2,8 @@
 compared with each other, without a critic. No tensors here.
 
 `states_of` says in which state each turn began. An environment may name it; otherwise it is all
-that the policy had read. `gigpo`, `gagpo` and `state_rloo` are the formulas; units of all are
-turns.
+that the policy had read. `gigpo`, `gagpo`, `state_rloo` and `state_std` are the formulas; units of
+all are turns.
 
 For any of them, equal states must promise the same: where a limit of turns ends episodes, a state
 that leaves out how many remain is worth less in a late turn than in an early one.
@@ -242,4 +242,18 @@ def state_rloo(members: Sequence[GroupMember], settings: StepGroupSettings) -> b
             has_signal = has_signal or differ([expected, baseline])
             backwards.append(expected - baseline)
         member.values = backwards[::-1]
+    return has_signal
+
+
+def state_std(members: Sequence[GroupMember], settings: StepGroupSettings) -> bool:
+    """Set the advantages of `state_rloo`, divided by their deviation over the turns of the group;
+    return whether one is not 0.
+
+    See `algorithms/state_grpo.py`.
+    """
+    has_signal = state_rloo(members, settings)
+    squares = [value**2 for member in members for value in member.values]
+    deviation = math.sqrt(math.fsum(squares) / max(len(squares) - 1, 1))
+    for member in members:
+        member.values = [value / (deviation + STD_FLOOR) for value in member.values]
     return has_signal

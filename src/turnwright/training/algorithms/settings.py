@@ -32,6 +32,7 @@ from turnwright.training.algorithms import (
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
+    state_grpo,
     state_rloo,
     turn_ppo,
 )
@@ -39,7 +40,7 @@ from turnwright.training.loss import Algorithm, AlgorithmSettings, TokenBatch, T
 
 MODULES = (
     *(grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo, maxrl),
-    *(gigpo, gagpo, state_rloo, ppo, turn_ppo, bilevel_ppo),
+    *(gigpo, gagpo, state_rloo, state_grpo, ppo, turn_ppo, bilevel_ppo),
 )
 
 BUILT_IN: dict[str, Algorithm] = {module.ALGORITHM.name: module.ALGORITHM for module in MODULES}
