@@ -256,16 +256,19 @@ class Critic:
             return {}
         metrics = _explained(asked, returns_n, asked_n)
 
-        # The scale of returns, which moves no value.
+        # The scale of returns. The first one makes the mean of what a new critic says, 0; later
+        # ones move no value.
         targets_k = targets_n[asked_n]
+        is_new = not self.scale.total
         self._rescale(float(targets_k.mean()), float(targets_k.square().mean()))
         scaled_n = (targets_n - self.scale.mean) / self.scale.deviation
-        before_n = (asked.values_n - self.scale.mean) / self.scale.deviation
+        before_n = torch.zeros_like(scaled_n)
+        if not is_new:
+            before_n = (asked.values_n - self.scale.mean) / self.scale.deviation
 
         losses, norms = [], []
         for _ in range(self.config.updates):
             loss, norm = self._update(asked, scaled_n, before_n)
-            check_finite(loss, norm, "the critic's step")
             losses.append(loss)
             norms.append(norm)
         return metrics | {
@@ -277,8 +280,11 @@ class Critic:
         }
 
     def _rescale(self, mean: float, square: float) -> None:
+        is_new = not self.scale.total
         old_mean, old_deviation = self.scale.mean, self.scale.deviation
         self.scale.add(mean, square)
+        if is_new:
+            return
         with torch.no_grad():
             self.head.last.weight.mul_(old_deviation / self.scale.deviation)
             self.head.last.bias.mul_(old_deviation)
@@ -304,11 +310,13 @@ class Critic:
         clear()
         loss = self._limit.run(asked.batch, backward, undo=clear)
         squares = [optimizer.clip_gradient() ** 2 for optimizer, _ in self._optimizers]
+        norm = math.sqrt(sum(squares))
+        check_finite(loss, norm, "the critic's step")
         for optimizer, lr in self._optimizers:
             optimizer.step(lr)
         clear()
         self.updates += 1
-        return loss, math.sqrt(sum(squares))
+        return loss, norm
 
     def _backward(self, batch: TrainingBatch, targets_n: Tensor, before_n: Tensor) -> float:
         """Run forward and backward of this rank's passes; return the loss of all ranks."""
