@@ -119,6 +119,7 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
                 grpo="grpo",
                 gspo="gspo",
                 cispo="cispo",
+                ppo="ppo",
                 reinforce_plus_plus="reinforce_pp",
                 reinforce_plus_plus_baseline="reinforce_pp_baseline",
             ),
@@ -163,7 +164,7 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
         "trainer.policy.model.lora.rank": ("lora.rank", off_at(0)),
         "trainer.algorithm.advantage_estimator": (
             "train.algorithm",
-            choice(grpo="grpo", rloo="rloo", reinforcepp="reinforce_pp"),
+            choice(gae="ppo", grpo="grpo", rloo="rloo", reinforcepp="reinforce_pp"),
         ),
         "trainer.algorithm.kl_loss_coef": ("train.kl", off_at(0, 0.0)),
         "trainer.algorithm.eps_clip_low": ("train.clip_low", same),
@@ -207,6 +208,7 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
         "algorithm.adv_estimator": (
             "train.algorithm",
             choice(
+                gae="ppo",
                 grpo="grpo",
                 rloo="rloo",
                 reinforce_plus_plus="reinforce_pp",
@@ -507,8 +509,12 @@ def judge_flag(
     key, transform = EXPECTED[system][flag]
     expected = [transform(plain(one)) for one in values]
     actual = value_at(recipe, key)
-    if key == "train.algorithm" and actual in ("gspo", "cispo") and "grpo" in expected:
-        return []  # a loss that is an algorithm here, with the advantages of GRPO
+    if key == "train.algorithm" and actual in ("gspo", "cispo"):
+        # A loss that is an algorithm here, with the advantages of GRPO or of a critic.
+        if "grpo" in expected:
+            return []
+        if "ppo" in expected and value_at(recipe, "train.advantage") == "gae":
+            return []
     if any(one is NOT_JUDGED or equal(actual, one) for one in expected) or dropped(flag, converted):
         return []
     if any(

@@ -661,6 +661,10 @@ def test_a_value_of_another_form_is_named_and_not_fatal():
     assert accounts["multimodal-keys"].kind == "none"
     assert accounts["rollout-temperature"].text == "rollout.temperature = -1 must be above 0"
     assert "temperature" not in table(found).get("rollout", {})
+    found = of("x -m verl.trainer.main_ppo data.train_files=t data.train_batch_size=null")
+    assert "groups" not in table(found)["rollout"]
+    accounts = {one.key: one for one in found.accounts}
+    assert accounts["data.train_batch_size"].text.endswith("must have a value")
 
 
 def test_a_setting_cannot_write_lines_into_the_recipe():

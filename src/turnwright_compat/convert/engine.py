@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from turnwright.config.dump import toml_value
@@ -625,6 +626,9 @@ def _known_key(system: System, key: str) -> str:
         return key
 
     candidates = [known for known in system.known() if known.endswith(f".{key}")]
+    if len(candidates) > 1:
+        # A part that does not name the critic is of the policy.
+        candidates = [known for known in candidates if "critic" not in known.split(".")]
     return candidates[0] if len(candidates) == 1 else key
 
 
@@ -725,6 +729,10 @@ def _fit_types(draft: Draft) -> None:
 
 def _value_error(draft: Draft, key: str) -> str:
     """Return why a value by itself is invalid; empty if it is valid."""
+    types = union_members(field_type(key.replace("env.", "env.0.", 1)))
+    if draft.values[key] is None and NoneType not in types and Any not in types:
+        return "must have a value"
+
     try:
         _built({key: draft.values[key]})
     except OutOfBounds as error:
@@ -842,9 +850,10 @@ def _tables(draft: Draft) -> dict[str, Rows]:
         row_name = key.removeprefix(f"{table}.") if table else key
         tables.setdefault(table, []).append((row_name, key))
 
-    top_sections = [section for section in sections() if section != "env"]
-    order = ["", *top_sections, "env", *_INNER_TABLES]
-    return {table: tables[table] for table in sorted(tables, key=order.index)}
+    order = ["", *(section for section in sections() if section != "env"), "env", *_INNER_TABLES]
+    # A section in a section (`train.critic`) follows it.
+    places = {table: (order.index(table.partition(".")[0]), order.index(table)) for table in tables}
+    return {table: tables[table] for table in sorted(tables, key=lambda table: places[table])}
 
 
 def _environment(

@@ -2,7 +2,8 @@
 
 `RULES` has a recipe key or a rule for each setting with a meaning here, `NONE` the reason for each
 setting without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
-several settings decide together: the schedule, the user's environment, the terms of the loss.
+several settings decide together: the schedule, the user's environment, the terms of the loss, the
+critic.
 
 Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
 """
@@ -14,8 +15,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from turnwright.errors import ConfigError
+from turnwright_compat.convert.critic import (
+    CLIP,
+    CONSTANT,
+    as_policy,
+    begins_as_policy,
+    critic_rules,
+    note_clip,
+    set_critic,
+)
 from turnwright_compat.convert.engine import (
+    NO_EFFECT,
     Draft,
     System,
     eval_data,
@@ -42,12 +52,13 @@ USE = "skyrl:{}"
 # Starts of the keys of its configuration.
 ALGORITHM = "trainer.algorithm."
 CORRECTION = "trainer.algorithm.off_policy_correction."
+CRITIC = "trainer.critic."
 GENERATOR = "generator."
 TRAINER = "trainer."
 
 LOSSES = {"regular": None, "dual_clip": None, "gspo": "gspo", "cispo": "cispo"}
 """Loss -> the algorithm that it is; None is that of the estimator."""
-ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
+ESTIMATORS = {"gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
 
 
 # Rules of one setting
@@ -108,18 +119,32 @@ def _loss(draft: Draft, value: Any) -> str | None:
 
 
 def _estimator(draft: Draft, value: Any) -> str | None:
-    if value == "gae":
-        raise ConfigError(
-            'advantage_estimator = "gae" trains with a critic, which is not here; choose grpo, '
-            "rloo or reinforce++"
-        )
     if value not in ESTIMATORS:
-        return "no such estimator here (no critic); write your own (train.advantage)"
+        return "no such estimator here; write your own (train.advantage)"
 
     # A loss that is an algorithm of its own (`_loss`) has precedence.
     if "train.algorithm" not in draft.values:
         draft.put("train.algorithm", ESTIMATORS[value])
     return None
+
+
+def _has_critic(draft: Draft) -> bool:
+    return draft.settings.get(f"{ALGORITHM}advantage_estimator") == "gae"
+
+
+def _discount(draft: Draft, value: Any) -> str | None:
+    """Convert the discount: per token with a critic, and per turn else."""
+    key = "train.token_discount" if _has_critic(draft) else "train.discount"
+    return unless_off(key, (1,))(draft, value)
+
+
+def _zero_variance(draft: Draft, value: Any) -> str:
+    if value and _has_critic(draft):
+        return "groups with equal rewards are trained too: a critic compares their tokens"
+    return (
+        f"{NO_EFFECT} at this value (groups without variance carry no loss; train.refill replaces "
+        "them)"
+    )
 
 
 def _ratio_type(draft: Draft, value: Any) -> str | None:
@@ -138,6 +163,8 @@ def _finish(draft: Draft) -> None:
     _set_steps(draft)
     _set_loss_terms(draft)
     _set_warmup(draft)
+    if _has_critic(draft):
+        _set_critic(draft)
 
     if draft.isset(f"{TRAINER}update_ref_every_epoch"):
         draft.reasons[f"{TRAINER}update_ref_every_epoch"] = (
@@ -271,6 +298,24 @@ def _set_warmup(draft: Draft) -> None:
         in_steps(draft, "train.lr_warmup_steps", warmup, updates, warmup_key)
 
 
+def _set_critic(draft: Draft) -> None:
+    # A loss that is an algorithm of its own (`_loss`) has these advantages too.
+    if draft.values.get("train.algorithm", "ppo") != "ppo":
+        draft.put("train.advantage", "gae", origin=f"{ALGORITHM}advantage_estimator")
+    if "train.critic.lr" not in draft.values:
+        draft.put("train.critic.lr", 5e-6, origin="skyrl's default")
+    if "train.kl" in draft.values and "train.kl_estimator" not in draft.values:
+        draft.put("train.kl_estimator", "k3", origin="skyrl's default")
+
+    groups = draft.number(f"{TRAINER}train_batch_size", 1024)
+    minibatch = draft.number(f"{TRAINER}critic_mini_batch_size", 256)
+    parts = max(1, round(groups / minibatch)) if minibatch > 0 else 1
+    epochs = int(draft.number(f"{TRAINER}update_epochs_per_batch", 1))
+    origin = f"{TRAINER}critic_mini_batch_size, {TRAINER}update_epochs_per_batch"
+    set_critic(draft, updates=epochs * parts, parts=parts, origin=origin)
+    note_clip(draft, f"{ALGORITHM}value_clip", 0.2)
+
+
 def _set_correction(draft: Draft) -> None:
     """Choose the correction: truncated weights per token, or exclusion of sequences."""
     settings = draft.settings
@@ -370,7 +415,7 @@ RULES: dict[str, Any] = {
     ),
     f"{ALGORITHM}use_entropy_loss": noted,
     f"{ALGORITHM}entropy_loss_coef": noted,
-    f"{ALGORITHM}gamma": unless_off("train.discount", (1,)),
+    f"{ALGORITHM}gamma": _discount,
     f"{ALGORITHM}eps_clip_low": "train.clip_low",
     f"{ALGORITHM}eps_clip_high": "train.clip_high",
     f"{ALGORITHM}clip_ratio_c": noted,
@@ -393,6 +438,35 @@ RULES: dict[str, Any] = {
     f"{CORRECTION}geo_mask_low": noted,
     f"{CORRECTION}product_mask_high": noted,
     f"{CORRECTION}product_mask_low": noted,
+    f"{ALGORITHM}zero_variance_filter": _zero_variance,
+    **critic_rules(
+        _has_critic,
+        {
+            f"{ALGORITHM}lambd": unless_off("train.token_lambda", (1,)),
+            f"{ALGORITHM}value_clip": (CLIP, ()),
+            f"{TRAINER}critic_mini_batch_size": noted,
+            f"{CRITIC}optimizer_config.lr": "train.critic.lr",
+            f"{CRITIC}optimizer_config.max_grad_norm": "train.critic.max_grad_norm",
+            f"{CRITIC}optimizer_config.weight_decay": as_policy(
+                f"{TRAINER}policy.optimizer_config.weight_decay", 0.01, "train.weight_decay"
+            ),
+            f"{CRITIC}optimizer_config.adam_betas": as_policy(
+                f"{TRAINER}policy.optimizer_config.adam_betas", [0.9, 0.999], "train.betas"
+            ),
+            f"{CRITIC}optimizer_config.num_warmup_steps": (CONSTANT, (0, None)),
+            f"{CRITIC}optimizer_config.scheduler": (
+                CONSTANT,
+                ("constant", "constant_with_warmup", None),
+            ),
+            f"{CRITIC}model.path": begins_as_policy(f"{TRAINER}policy.model.path"),
+            f"{CRITIC}model.lora.rank": as_policy(
+                f"{TRAINER}policy.model.lora.rank", 0, "lora.rank"
+            ),
+            f"{CRITIC}model.lora.alpha": as_policy(
+                f"{TRAINER}policy.model.lora.alpha", 16, "lora.alpha"
+            ),
+        },
+    ),
 }
 
 _EVAL = "evaluations have the limits and stop texts of training episodes"
@@ -447,12 +521,6 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{GENERATOR}eval_sampling_params.max_generate_length": (_EVAL, ()),
     f"{GENERATOR}eval_sampling_params": ("set eval.temperature, eval.top_p, eval.top_k", (None,)),
     f"{ALGORITHM}advantage_batch_normalize": ('see train.advantage = "batch"', (False,)),
-    f"{ALGORITHM}value_clip": ("no critic", ()),
-    f"{ALGORITHM}lambd": ("no critic, so no GAE", (1, 1.0)),
-    f"{ALGORITHM}zero_variance_filter": (
-        "groups without variance carry no loss; train.refill replaces them",
-        (False, True),
-    ),
     f"{ALGORITHM}zero_variance_filter_tol": ("rounding is allowed for", ()),
     f"{ALGORITHM}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
     f"{ALGORITHM}kl_ctrl.kl_target": ("the weight of the KL term is constant", ()),
@@ -507,7 +575,7 @@ MACHINE = (
     f"{TRAINER}rope_*",
     f"{TRAINER}mtp.*",
     f"{TRAINER}disable_fast_tokenizer",
-    # The critic and the reference.
+    # What is left of the critic, and the reference.
     f"{TRAINER}critic.*",
     f"{TRAINER}critic_*",
     f"{TRAINER}ref.*",

@@ -2,7 +2,8 @@
 
 `RULES` has a recipe key or a rule for each flag with a meaning here, `NONE` the reason for each
 flag without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
-several flags decide together: the schedule, the teacher, the adapter and the terms of the loss.
+several flags decide together: the schedule, the teacher, the adapter, the terms of the loss and
+the critic.
 
 Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
 """
@@ -14,10 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.errors import ConfigError
+from turnwright_compat.convert.critic import (
+    CLIP,
+    CONSTANT,
+    begins_as_policy,
+    critic_rules,
+    note_clip,
+    set_critic,
+    set_critic_warmup,
+)
 from turnwright_compat.convert.engine import (
     NO_EFFECT,
     TO_DO,
     Draft,
+    Rule,
     System,
     argument,
     data_path,
@@ -40,6 +51,7 @@ ALGORITHMS = {
     "grpo": "grpo",
     "gspo": "gspo",
     "cispo": "cispo",
+    "ppo": "ppo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
@@ -65,13 +77,45 @@ _HOOKS = (
 # Rules of one flag
 
 
-def _estimator(draft: Draft, value: Any) -> str | None:
-    if value == "ppo":
-        raise ConfigError(
-            "advantage-estimator = ppo trains with a critic, which is not here; choose "
-            f"{', '.join(ALGORITHMS)}"
-        )
-    return same("train.algorithm", **ALGORITHMS)(draft, value)
+def _has_critic(draft: Draft) -> bool:
+    return draft.settings.get("advantage-estimator") == "ppo"
+
+
+def _discount(draft: Draft, value: Any) -> str | None:
+    """Convert the discount: per token with a critic, and per turn else."""
+    key = "train.token_discount" if _has_critic(draft) else "train.discount"
+    return unless_off(key, (1,))(draft, value)
+
+
+def _of_groups(rule: Rule) -> Rule:
+    """Return a rule of a setting about the rewards of a group, which a critic's advantages do not
+    read."""
+
+    def checked(draft: Draft, value: Any) -> str | None:
+        if _has_critic(draft):
+            return f"{NO_EFFECT}: rewards are not normalized by group with a critic"
+        return rule(draft, value)
+
+    return checked
+
+
+def _group_normalization(draft: Draft, value: Any) -> str:
+    reason = "see train.advantage"
+    return reason if value else f"{NO_EFFECT} at this value ({reason})"
+
+
+def _normalization(draft: Draft, value: Any) -> str:
+    """Account for the normalization of advantages over the batch, which those of a critic always
+    have here."""
+    if _has_critic(draft):
+        if value:
+            return (
+                f"{NO_EFFECT} at this value: advantages of a critic are normalized over the batch"
+            )
+        return "advantages of a critic are always normalized over the batch"
+
+    reason = 'see train.advantage = "batch"'
+    return reason if value else f"{NO_EFFECT} at this value ({reason})"
 
 
 def _response_length(draft: Draft, value: Any) -> None:
@@ -194,6 +238,8 @@ def _finish(draft: Draft) -> None:
         draft.put("train.data_epochs", settings["num-epoch"], origin="num-epoch")
     _set_loss_terms(draft)
     _set_optimizer(draft)
+    if _has_critic(draft):
+        _set_critic(draft)
 
     if "use-tis" not in settings:
         for key in ("train.correction_low", "train.correction_high"):
@@ -347,6 +393,26 @@ def _set_optimizer(draft: Draft) -> None:
     draft.put("train.betas", betas, origin="adam-beta1, adam-beta2")
 
 
+def _set_critic(draft: Draft) -> None:
+    """Set what trains the critic: the batches and the bound of gradients of the policy."""
+    if "clip-grad" in draft.settings:
+        draft.put("train.critic.max_grad_norm", draft.settings["clip-grad"], origin="clip-grad")
+
+    origin = "num-steps-per-rollout, global-batch-size"
+    updates = draft.values.get("train.minibatches", 1)
+    parts = updates if isinstance(updates, int) else 1
+    set_critic(draft, updates=updates, parts=parts, origin=origin, decays=True)
+    note_clip(draft, "value-clip", 0.2)
+    if "normalize-advantages" not in draft.settings:
+        draft.notes.append(
+            "without normalize-advantages, those of ppo are as they are there; here they are "
+            "normalized over the batch"
+        )
+
+    warmup = int(draft.number("num-critic-only-steps", 0))
+    set_critic_warmup(draft, warmup, "num-critic-only-steps")
+
+
 RULES: dict[str, Any] = {
     # Model and data.
     "hf-checkpoint": "model.path",
@@ -384,14 +450,16 @@ RULES: dict[str, Any] = {
     "generate-max-turns": "limits.turns",
     # Credit and loss.
     "dynamic-sampling-filter-path": _filter,
-    "advantage-estimator": _estimator,
-    "disable-grpo-std-normalization": switch("train.advantage", "mean"),
+    "advantage-estimator": same("train.algorithm", **ALGORITHMS),
+    "disable-grpo-std-normalization": _of_groups(switch("train.advantage", "mean")),
+    "disable-rewards-normalization": _of_groups(_group_normalization),
+    "normalize-advantages": _normalization,
     "calculate-per-token-loss": switch("train.aggregation", "token"),
     "eps-clip": "train.clip_low",
     "eps-clip-high": "train.clip_high",
     "eps-clip-c": "train.clip_cap",
     "entropy-coef": "train.entropy",
-    "gamma": unless_off("train.discount", (1,)),
+    "gamma": _discount,
     "use-kl-loss": noted,
     "kl-loss-coef": noted,
     "kl-coef": noted,
@@ -447,6 +515,18 @@ RULES: dict[str, Any] = {
     # Functions of the user.
     "custom-advantage-function-path": own_function("train.advantage"),
     "custom-loss-function-path": own_function("train.algorithm"),
+    **critic_rules(
+        _has_critic,
+        {
+            "lambd": unless_off("train.token_lambda", (1,)),
+            "num-critic-only-steps": noted,
+            "critic-lr": unless_off("train.critic.lr", (None,)),
+            "critic-lr-warmup-iters": (CONSTANT, (0, None)),
+            "critic-load": begins_as_policy("hf-checkpoint", "load", "ref-load"),
+            "critic-save": ("checkpoints have the critic too", ()),
+            "value-clip": (CLIP, ()),
+        },
+    ),
 }
 
 _TEACHER = "see [[teacher]], with its path or urls"
@@ -518,14 +598,9 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
         (),
     ),
     "rollout-task-type": ("one loop for all tasks", ()),
-    "lambd": ("no critic, so no GAE", (1, 1.0)),
-    "value-clip": ("no critic", ()),
-    "num-critic-only-steps": ("no critic", (0,)),
     "use-opsm": ("see train.correction = sequence_mis_mean", (False,)),
     "opsm-delta": ("see train.correction = sequence_mis_mean", ()),
     "use-unbiased-kl": ("see train.kl_estimator = k2, whose gradient is that of the KL", (False,)),
-    "normalize-advantages": ('see train.advantage = "batch"', (False,)),
-    "disable-rewards-normalization": ("see train.advantage", (False,)),
     "loss-mask-type": ("what was sampled is trained, whatever the template", ()),
     "loss-type": ("see train.algorithm", ("policy_loss",)),
     "lora-type": ("adapters are plain LoRA", ("lora",)),
@@ -554,10 +629,6 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
         (False,),
     ),
     "eval-overflow-policy": ("evaluations have the limits of training episodes", (None,)),
-    "critic-lr": ("no critic", ()),
-    "critic-load": ("no critic", ()),
-    "critic-save": ("no critic", ()),
-    "critic-lr-warmup-iters": ("no critic", ()),
     "use-indexer-replay": ("only routing is replayed", (False,)),
     "use-rollout-indexer-replay": ("only routing is replayed", (False,)),
     "opd-teacher-urls": (_TEACHER, ()),

@@ -193,6 +193,11 @@ def _refuse_other_trainings(draft: Draft) -> None:
             )
         return
 
+    if kind == "ppo":
+        raise ConfigError(
+            "rlhf_type = ppo trains by the scores of a reward model, which is not here; write the "
+            'reward into an environment, with train.algorithm = "ppo" (docs/training.md)'
+        )
     if kind not in ("grpo", "gkd"):
         raise ConfigError(
             f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its "
@@ -619,7 +624,11 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "teacher_model_revision": ("see the path of [[teacher]]", (None,)),
     "teacher_tag_key": ("write a [[teacher]] for each environment", (None,)),
     "off_policy_sequence_mask_delta": ("see train.correction = sequence_mis_mean", (None,)),
-    "vf_coef": ("no critic", ()),
+    "vf_coef": (
+        "a critic has a body of its own (train.critic.body), so its loss needs no weight beside "
+        "the policy's",
+        (),
+    ),
     "min_lr": ("the rate decays to 0", (0, 0.0)),
     "freeze_aligner": ("see train.vision", ()),
     "freeze_llm": ("see [lora]", (False,)),

@@ -94,6 +94,11 @@ def _finish(draft: Draft) -> None:
 def _set_trainer(draft: Draft) -> None:
     """Take what the class of the trainer decides; refuse a trainer of another kind."""
     trainer = str(draft.settings.get("$program", ""))
+    if trainer == "PPOTrainer":
+        raise ConfigError(
+            "PPOTrainer trains by the scores of a reward model, which is not here; write the "
+            'reward into an environment, with train.algorithm = "ppo" (docs/training.md)'
+        )
     if trainer.endswith("Trainer") and trainer not in TRAINERS:
         raise ConfigError(
             f"{trainer} trains in another way; only {', '.join(TRAINERS)} become recipes"

@@ -2,7 +2,8 @@
 
 `RULES` has a recipe key or a rule for each setting with a meaning here, `NONE` the reason for each
 setting without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
-several settings decide together: batches, turns, the agent loop, the teacher and the schedule.
+several settings decide together: batches, the critic, turns, the agent loop, the teacher and the
+schedule.
 
 Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
 """
@@ -12,10 +13,21 @@ from __future__ import annotations
 from typing import Any
 
 from turnwright.errors import ConfigError
+from turnwright_compat.convert.critic import (
+    CLIP,
+    CONSTANT,
+    as_policy,
+    begins_as_policy,
+    critic_rules,
+    note_clip,
+    set_critic,
+    set_critic_warmup,
+)
 from turnwright_compat.convert.engine import (
     NO_EFFECT,
     TO_DO,
     Draft,
+    Rule,
     System,
     argument,
     eval_data,
@@ -46,12 +58,14 @@ environment."""
 ACTOR = "actor_rollout_ref.actor."
 ALGORITHM = "algorithm."
 CORRECTION = "algorithm.rollout_correction."
+CRITIC = "critic."
 DATA = "data."
 MODEL = "actor_rollout_ref.model."
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
 ROLLOUT = "actor_rollout_ref.rollout."
 TRAINER = "trainer."
 
+_GIGPO_MODE = "episodes and turns are both divided by their deviations"
 OWN_LOOPS = ("single_turn_agent", "tool_agent")
 """verl's own agent loops."""
 PARSERS = {
@@ -62,11 +76,14 @@ PARSERS = {
     "glm": "glm",
 }
 ESTIMATORS = {
+    "gae": "ppo",
     "grpo": "grpo",
     "rloo": "rloo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "gigpo": "gigpo",
 }
+"""Estimator -> algorithm; `gigpo` is that of verl-agent."""
 KL_ESTIMATORS = {
     "kl": "k1",
     "k1": "k1",
@@ -81,19 +98,67 @@ KL_ESTIMATORS = {
 # Rules of one setting
 
 
+def _estimator_name(draft: Draft) -> str:
+    """Return the estimator; verl's default is generalized advantages."""
+    return str(draft.settings.get(f"{ALGORITHM}adv_estimator") or "gae")
+
+
+def _has_critic(draft: Draft) -> bool:
+    return _estimator_name(draft) == "gae"
+
+
 def _estimator(draft: Draft, value: Any) -> str | None:
-    if value == "gae":
-        raise ConfigError(
-            'adv_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or '
-            "reinforce_plus_plus"
-        )
+    if value is None:
+        return None
     if value not in ESTIMATORS:
-        return "no such estimator here (no critic); write your own (train.advantage)"
+        # The default is another one.
+        draft.left_out.add("train.algorithm")
+        return "no such estimator here; write your own (train.advantage)"
 
     # A loss that is an algorithm of its own (`_loss`) has precedence.
     if "train.algorithm" not in draft.values:
         draft.put("train.algorithm", ESTIMATORS[value])
     return None
+
+
+def _discount(draft: Draft, value: Any) -> str | None:
+    """Convert the discount: per token with a critic, and per turn else; that of GiGPO, which is
+    not 1 here by default, is in `_set_gigpo`."""
+    if _estimator_name(draft) == "gigpo":
+        return None
+    key = "train.token_discount" if _has_critic(draft) else "train.discount"
+    return unless_off(key, (1,))(draft, value)
+
+
+def _of_gigpo(rule: Rule) -> Rule:
+    """Return a rule of a setting that only GiGPO reads."""
+
+    def checked(draft: Draft, value: Any) -> str | None:
+        if _estimator_name(draft) != "gigpo":
+            return f"{NO_EFFECT}: the estimator is not gigpo"
+        return rule(draft, value)
+
+    return checked
+
+
+def _gigpo_mode(draft: Draft, value: Any) -> str:
+    if value == "mean_std_norm":
+        return f"{NO_EFFECT} at this value: {_GIGPO_MODE}"
+    return f"{_GIGPO_MODE}; write your own (train.advantage)"
+
+
+def _similarity(draft: Draft, value: Any) -> str:
+    reason = "states are equal, or they are not (train.state)"
+    enabled = draft.isset(f"{ALGORITHM}gigpo.enable_similarity")
+    return reason if enabled else f"{NO_EFFECT} at this value ({reason})"
+
+
+def _agent_environment(draft: Draft, value: Any) -> None:
+    """Leave an environment of verl-agent to the user: it has another interface."""
+    draft.put("env.use", f"{TO_DO}.py:Env")
+    draft.incomplete.append(
+        f"env.env_name = {value} is an environment of verl-agent: set [[env]] use = file.py:Class"
+    )
 
 
 def _loss(draft: Draft, value: Any) -> str | None:
@@ -131,11 +196,10 @@ def _finish(draft: Draft) -> None:
     _set_teacher(draft)
     _set_schedule(draft)
 
-    if f"{ALGORITHM}adv_estimator" not in draft.settings:
-        draft.incomplete.append(
-            "adv_estimator is not set: verl's default is gae, with a critic, which is not here; "
-            "grpo is written"
-        )
+    if _has_critic(draft):
+        _set_critic(draft)
+    if _estimator_name(draft) == "gigpo":
+        _set_gigpo(draft)
 
     has_adapter = draft.number(f"{MODEL}lora_rank", 0) or draft.number(f"{MODEL}lora.rank", 0)
     if not has_adapter:
@@ -178,6 +242,46 @@ def _set_steps(draft: Draft) -> None:
         )
 
 
+def _set_critic(draft: Draft) -> None:
+    """Set what trains the critic, and its warm-up, whose number is that of the first step in which
+    the policy is trained too."""
+    # A loss that is an algorithm of its own (`_loss`) has these advantages too.
+    if draft.values.get("train.algorithm", "ppo") != "ppo":
+        draft.put("train.advantage", "gae", origin=f"{ALGORITHM}adv_estimator")
+    if "train.critic.lr" not in draft.values:
+        draft.put("train.critic.lr", 1e-5, origin="verl's default")
+
+    minibatch = draft.number(
+        f"{CRITIC}ppo_mini_batch_size", draft.number(f"{ACTOR}ppo_mini_batch_size", 256)
+    )
+    groups = draft.values.get("rollout.groups", 1024)
+    parts = 1
+    if isinstance(groups, int) and minibatch > 0:
+        parts = max(1, round(groups / minibatch))
+    epochs = int(draft.number(f"{CRITIC}ppo_epochs", draft.number(f"{ACTOR}ppo_epochs", 1)))
+    origin = f"{CRITIC}ppo_epochs, {CRITIC}ppo_mini_batch_size"
+    set_critic(draft, updates=epochs * parts, parts=parts, origin=origin)
+    note_clip(draft, f"{CRITIC}cliprange_value", 0.5)
+
+    warmup_key = f"{TRAINER}critic_warmup"
+    first = int(draft.number(warmup_key, 0))
+    set_critic_warmup(draft, first - 1, warmup_key)
+    if first > 1:
+        draft.notes.append(
+            f"{warmup_key} = {first} is the first step that trains the policy too: the critic is "
+            f"trained alone in the {first - 1} before it"
+        )
+
+
+def _set_gigpo(draft: Draft) -> None:
+    """Set the discount per turn and the states of verl-agent, which are observations."""
+    discount_key = f"{ALGORITHM}gamma"
+    draft.put("train.discount", draft.number(discount_key, 1.0), origin=discount_key)
+    draft.put("train.state", "observation", origin=f"{ALGORITHM}adv_estimator")
+    if f"{ALGORITHM}gigpo.mode" not in draft.settings:
+        draft.notes.append(f"gigpo.mode is not set: {_GIGPO_MODE} here")
+
+
 def _set_loss_terms(draft: Draft) -> None:
     settings = draft.settings
     if draft.isset(f"{ACTOR}use_kl_loss"):
@@ -192,7 +296,8 @@ def _set_loss_terms(draft: Draft) -> None:
         draft.put("train.kl", coefficient, origin=f"{ALGORITHM}kl_ctrl.kl_coef")
         draft.put("train.kl_in", "reward", origin=f"{ALGORITHM}use_kl_in_reward")
 
-    if settings.get(f"{ALGORITHM}norm_adv_by_std_in_grpo") is False:
+    keeps_scale = settings.get(f"{ALGORITHM}norm_adv_by_std_in_grpo") is False
+    if keeps_scale and _estimator_name(draft) == "grpo":
         draft.put("train.advantage", "mean", origin=f"{ALGORITHM}norm_adv_by_std_in_grpo")
 
     if draft.isset(f"{ALGORITHM}filter_groups.enable"):
@@ -257,6 +362,18 @@ def _set_environment(draft: Draft) -> None:
     _set_turns(draft, has_agent_loop)
     length = int(draft.number(f"{DATA}max_response_length", 512))
     draft.put("limits.turn_tokens", length, origin=f"{DATA}max_response_length")
+    if "env.env_name" in draft.settings:
+        _set_agent_limits(draft)
+
+
+def _set_agent_limits(draft: Draft) -> None:
+    """Leave out limits that verl-agent, whose rows are turns, has for a turn."""
+    for key in ("limits.episode_tokens", "limits.prompt_tokens"):
+        draft.values.pop(key, None)
+        draft.left_out.add(key)
+    draft.reasons[f"{DATA}max_prompt_length"] = (
+        "it is the prompt of a turn there, with what is kept of those before: set limits.context"
+    )
 
 
 def _set_reward(draft: Draft) -> None:
@@ -375,6 +492,9 @@ def _set_turns(draft: Draft, has_agent_loop: bool) -> None:
     if isinstance(user_turns, int) and user_turns > 0:
         # A last reply follows the last result.
         bounds[f"{MULTI_TURN}max_user_turns"] = user_turns + 1
+    agent_turns = settings.get("env.max_steps")
+    if isinstance(agent_turns, int) and agent_turns > 0:
+        bounds["env.max_steps"] = agent_turns
 
     if bounds:
         tightest = min(bounds, key=lambda key: bounds[key])
@@ -494,7 +614,11 @@ RULES: dict[str, Any] = {
     f"{DATA}function_tool_path": argument("function_tool_path"),
     f"{ALGORITHM}adv_estimator": _estimator,
     f"{ALGORITHM}norm_adv_by_std_in_grpo": noted,
-    f"{ALGORITHM}gamma": unless_off("train.discount", (1,)),
+    f"{ALGORITHM}gamma": _discount,
+    f"{ALGORITHM}gigpo.step_advantage_w": _of_gigpo(same("train.step_weight")),
+    f"{ALGORITHM}gigpo.mode": _of_gigpo(_gigpo_mode),
+    f"{ALGORITHM}gigpo.enable_similarity": _of_gigpo(_similarity),
+    f"{ALGORITHM}gigpo.similarity_thresh": _of_gigpo(_similarity),
     f"{ALGORITHM}use_kl_in_reward": noted,
     f"{ALGORITHM}kl_penalty": noted,
     f"{ALGORITHM}kl_ctrl.kl_coef": noted,
@@ -592,6 +716,40 @@ RULES: dict[str, Any] = {
     f"{TRAINER}logger": trackers,
     f"{TRAINER}project_name": "track.project",
     f"{TRAINER}experiment_name": "track.name",
+    # verl-agent: the environment and its episodes.
+    "env.env_name": _agent_environment,
+    "env.max_steps": noted,
+    "env.rollout.n": "rollout.group_size",
+    **critic_rules(
+        _has_critic,
+        {
+            f"{ALGORITHM}lam": unless_off("train.token_lambda", (1,)),
+            f"{TRAINER}critic_warmup": noted,
+            f"{CRITIC}optim.lr": "train.critic.lr",
+            f"{CRITIC}optim.clip_grad": "train.critic.max_grad_norm",
+            f"{CRITIC}grad_clip": "train.critic.max_grad_norm",
+            f"{CRITIC}ppo_epochs": noted,
+            f"{CRITIC}ppo_mini_batch_size": noted,
+            f"{CRITIC}cliprange_value": (CLIP, ()),
+            f"{CRITIC}model.path": begins_as_policy(f"{MODEL}path"),
+            f"{CRITIC}model.lora_rank": as_policy(f"{MODEL}lora_rank", 0, "lora.rank"),
+            f"{CRITIC}model.lora_alpha": as_policy(f"{MODEL}lora_alpha", 16, "lora.alpha"),
+            f"{CRITIC}model.target_modules": as_policy(
+                f"{MODEL}target_modules", "all-linear", "lora.targets"
+            ),
+            f"{CRITIC}optim.weight_decay": as_policy(
+                f"{ACTOR}optim.weight_decay", 0.01, "train.weight_decay"
+            ),
+            f"{CRITIC}optim.betas": as_policy(f"{ACTOR}optim.betas", [0.9, 0.999], "train.betas"),
+            f"{CRITIC}optim.lr_warmup_steps": (CONSTANT, (-1, 0, None)),
+            f"{CRITIC}optim.lr_warmup_steps_ratio": (CONSTANT, (0, None)),
+            f"{CRITIC}optim.lr_scheduler_type": (CONSTANT, ("constant", None)),
+            f"{CRITIC}optim.warmup_style": (CONSTANT, ("constant", None)),
+            f"{CRITIC}loss_agg_mode": ("its loss is a mean over values", ("token-mean",)),
+            f"{CRITIC}shuffle": ("an update is on all values", (True, False)),
+            f"{CRITIC}enable": ("the algorithm says whether there is one", (True, None)),
+        },
+    ),
 }
 
 _MANAGER = "the reward is the environment's: env.args.reward"
@@ -640,7 +798,6 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{DATA}return_raw_chat": ("messages are kept", (True, False)),
     f"{DATA}gen_batch_size": ("see [schedule]", ()),
     f"{DATA}mask_truncated": ("see train.overlong_filter", (False,)),
-    f"{ALGORITHM}lam": ("no critic, so no GAE", (1, 1.0)),
     f"{ALGORITHM}filter_groups.metric": (
         "write train.group_filter",
         ("seq_reward", "seq_final_reward", "acc", "score", None),
@@ -705,7 +862,6 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{TRAINER}val_before_train": ("the policy is always evaluated before reinforcement", (True,)),
     f"{TRAINER}val_only": ("`turnwright eval`", (False,)),
     f"{TRAINER}resume_mode": ("a run continues with --resume", ("auto", "disable")),
-    f"{TRAINER}critic_warmup": ("no critic", (0,)),
     f"{TRAINER}log_val_generations": ("the viewer has every episode", ()),
     f"{TRAINER}rollout_data_dir": ("the run directory has every episode", ()),
     f"{TRAINER}validation_data_dir": ("the run directory has every episode", ()),
@@ -753,7 +909,7 @@ MACHINE = (
     f"{ROLLOUT}trace*",
     f"{ROLLOUT}prometheus*",
     f"{ROLLOUT}profiler*",
-    # The reference, the critic and how they share machines.
+    # The reference, what is left of the critic, and how they share machines.
     "actor_rollout_ref.ref.*",
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.nccl_timeout",
@@ -860,7 +1016,7 @@ SYSTEM = System(
         "rollout.group_size": 1,
         "limits.prompt_tokens": 512,
         "limits.episode_tokens": 512,
-        "train.algorithm": "grpo",
+        "train.algorithm": "ppo",
         "train.aggregation": "token",
         "train.clip_cap": 3.0,
         "train.lr": 1e-6,
