@@ -703,6 +703,17 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.parametrize("text", ["''", "a", "nan", "'{\"a\": 1}'", "'[1]'"])
+def test_a_teacher_without_a_url_is_left_out_with_the_reason(text):
+    found = convert(f"train.py --teacher_model_server {text}", system="swift")
+    (account,) = found.accounts
+    assert account.kind == "none"
+    assert "URL" in account.text or "[[teacher]]" in account.text
+    assert "teacher" not in table(found)
+    with pytest.raises(ConfigError, match="teacher_model_server: "):
+        convert(f"train.py --rlhf_type gkd --teacher_model_server {text}", system="swift")
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(SYSTEMS)), st.data())
 def test_any_value_of_any_setting_gives_a_recipe_of_valid_types(name, data):

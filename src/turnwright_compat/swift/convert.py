@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from turnwright.config.names import url_error
 from turnwright.errors import ConfigError
 from turnwright_compat.convert.engine import (
     NO_EFFECT,
@@ -335,6 +336,10 @@ def _set_teacher(draft: Draft) -> None:
     model = settings.get("teacher_model")
     server = settings.get("teacher_model_server")
     distills = settings.get("rlhf_type") == "gkd"
+    if server is not None and (wrong := _server_error(server)):
+        if distills:
+            raise ConfigError(f"teacher_model_server: {wrong}")
+        server = None  # left out with that reason, and without a teacher unless it has a path too
     if distills:
         _refuse_distillation(draft)
     elif model is None and server is None:
@@ -344,13 +349,8 @@ def _set_teacher(draft: Draft) -> None:
         raise _own_teacher()
     if server is None:
         draft.teacher["path"] = str(model)
-    elif isinstance(server, str):
-        draft.teacher["urls"] = [server]
     else:
-        raise ConfigError(
-            "teacher_model_server names several teachers by tags of rows; write a [[teacher]] for "
-            "each"
-        )
+        draft.teacher["urls"] = [server]
     draft.teacher_settings.update(
         ("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk")
     )
@@ -367,6 +367,23 @@ def _set_teacher(draft: Draft) -> None:
     draft.teacher["weight"] = draft.number("teacher_kl_coef", 1.0)
     if not settings.get("reward_funcs") and not draft.isset("use_gym_env"):
         draft.put("train.reward_weight", 0.0, origin="teacher_model")
+
+
+def _teacher_server(draft: Draft, value: Any) -> str | None:
+    wrong = _server_error(value)
+    if wrong:
+        draft.incomplete.append(f"teacher_model_server: {wrong}")
+        return wrong
+    return None
+
+
+def _server_error(server: Any) -> str:
+    """Return why a recipe has no such server; empty for a URL."""
+    if isinstance(server, str):
+        return url_error(server)
+    if isinstance(server, (dict, list)):
+        return "it names several teachers by tags of rows; write a [[teacher]] for each"
+    return f"must be the URL of a server, not {server!r:.60}"
 
 
 def _own_teacher() -> ConfigError:
@@ -547,7 +564,7 @@ RULES: dict[str, Any] = {
     # Teacher and reference.
     "rlhf_type": noted,
     "teacher_model": noted,
-    "teacher_model_server": noted,
+    "teacher_model_server": _teacher_server,
     "teacher_kl_coef": noted,
     "lmbda": noted,
     "gkd_logits_topk": noted,
