@@ -681,6 +681,10 @@ def tune(args: argparse.Namespace, methods: Sequence[str]) -> int:
     return failed
 
 
+QUICK = (2, 120, 40, 2)
+"""Seeds, steps, batches and jobs."""
+
+
 def parsed() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(
@@ -703,11 +707,18 @@ def parsed() -> argparse.Namespace:
         if name == "run":
             worlds = tuple(WORLDS)
             command.add_argument("--worlds", nargs="+", choices=worlds, default=worlds)
-            command.add_argument("--quick", action="store_true")
+            command.add_argument(
+                "--quick",
+                action="store_true",
+                help="two seeds, fewer steps and batches, two jobs; 20 minutes on two cores",
+            )
             command.add_argument("--controls", type=int, default=1, help="seeds of controls")
             command.add_argument("--batches", type=int, default=BATCHES)
         command.add_argument("--steps", type=int, default=STEPS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if getattr(args, "quick", False):
+        args.seeds, args.steps, args.batches, args.jobs = QUICK
+    return args
 
 
 def main() -> int:

@@ -111,6 +111,13 @@ class Results:
         policies = self.measured.get((world, method))
         return statistics.fmean(policy[name] for policy in policies) if policies else None
 
+    def on_the_way(self, method: str, world: str, name: str) -> float | None:
+        """Return the mean of a figure over a method's own policies, while it learned."""
+        values = []
+        for row in self.of(method, world):
+            values += [point[name] for point in row["curve"] if name in point]
+        return statistics.fmean(values) if values else None
+
     def spearman_of(self, world: str, figure: str) -> float | None:
         """Return the rank correlation of a figure and speed over the methods of a world."""
         figures, speeds = [], []
@@ -136,6 +143,12 @@ def speed_cell(rows: Sequence[Mapping[str, Any]]) -> str:
         level = statistics.fmean(row["level"] for row in unreached)
         text = f"≥ {text} ({len(rows) - len(unreached)} of {len(rows)}, else {level:.2f})"
     return text
+
+
+def mean_cell(values: Sequence[float | None]) -> str:
+    """Return the text of the mean of what is known."""
+    known = [value for value in values if value is not None]
+    return f"{statistics.fmean(known):.3f}" if known else "-"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -172,17 +185,17 @@ def print_tables(results: Results) -> None:
     for method in methods:
         cells = []
         for figure in FIGURES:
-            values = [results.figure(method, world, figure) for world in worlds]
-            known = [value for value in values if value is not None]
-            cells.append(f"{statistics.fmean(known):.3f}" if known else "-")
+            cells.append(mean_cell([results.figure(method, world, figure) for world in worlds]))
+        for figure in ("correlation", "cosine"):
+            cells.append(mean_cell([results.on_the_way(method, world, figure) for world in worlds]))
         rows.append([f"`{method}`", *cells])
-    print("\nOn common policies, mean over policies and worlds:\n")
-    print(markdown(["method", *FIGURES], rows))
+    print("\nOn common policies, mean over policies and worlds, and on a method's own policies:\n")
+    print(markdown(["method", *FIGURES, "own correlation", "own cosine"], rows))
 
     rows = []
     for method in methods:
-        values = [results.figure(method, world, "cosine") for world in worlds]
-        rows.append([f"`{method}`", *("-" if v is None else f"{v:.3f}" for v in values)])
+        cells = [mean_cell([results.figure(method, world, "cosine")]) for world in worlds]
+        rows.append([f"`{method}`", *cells])
     print("\nCosine of a batch's gradient with the true one, mean over common policies:\n")
     print(markdown(["method", *worlds], rows))
 
@@ -201,6 +214,11 @@ def print_tables(results: Results) -> None:
     print(json.dumps(summary_of(results, ratios)))
 
 
+def rounded(value: float | None) -> float | None:
+    """Return a figure with four digits after the point; exact integers stay."""
+    return value if value is None or isinstance(value, int) else round(value, 4)
+
+
 def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
     """Return the summary; `ratios` are the mean ratios of episodes to those of GRPO."""
     table: dict[str, dict[str, Any]] = {}
@@ -209,7 +227,7 @@ def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
         for world in results.worlds:
             rows = results.of(method, world)
             episodes = [row["episodes"] for row in rows]
-            entry = {
+            entry: dict[str, float | None] = {
                 "seeds": len(rows),
                 "reached": sum(row["episodes_to_90"] is not None for row in rows),
                 "episodes": results.episodes(method, world),
@@ -218,7 +236,9 @@ def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
             }
             for figure in FIGURES:
                 entry[figure] = results.figure(method, world, figure)
-            table[method][world] = entry
+            for figure in ("correlation", "cosine"):
+                entry[f"own_{figure}"] = results.on_the_way(method, world, figure)
+            table[method][world] = {name: rounded(value) for name, value in entry.items()}
 
     others = {method: ratio for method, ratio in ratios.items() if method != TRUTH}
     best = min(others, key=others.__getitem__, default=None)

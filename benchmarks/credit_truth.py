@@ -362,23 +362,20 @@ class Estimates:
 
     def _systematic(self, slope: float, kept_b: Array) -> tuple[float, float]:
         """Return the squared expected error that the choices of a history share, and that in which
-        they differ, means over visits.
-
-        Two halves of the batches are independent, so the product of their errors has the square of
-        the expected error as its mean.
-        """
+        they differ, means over visits."""
         halves = [kept_b & (np.arange(BLOCKS) % 2 == half) for half in (0, 1)]
-        counts = [self._counts_bnc[half].sum(0) for half in halves]
-        residuals = []
-        for half, counts_nc in zip(halves, counts, strict=True):
+        errors, episodes = [], []
+        for half in halves:
+            counts_nc = self._counts_bnc[half].sum(0)
             expected_nc = slope * self.truth.advantage_nc * counts_nc
-            residuals.append(self._sums_bnc[half].sum(0) - expected_nc)
+            errors.append(self._sums_bnc[half].sum(0) - expected_nc)
+            episodes.append(float(counts_nc[self.turn_n == 1].sum()))
 
         reach_nc = self.truth.reach_n[:, None] * self.truth.policy_nc
-        total = _product(residuals, counts, reach_nc)
-        residuals_n = [residual_nc.sum(-1) for residual_nc in residuals]
-        counts_n = [counts_nc.sum(-1) for counts_nc in counts]
-        shift = _product(residuals_n, counts_n, self.truth.reach_n)
+        turns = self.truth.reach_n.sum()
+        total = _mean_square(errors, episodes, reach_nc) / turns
+        shared = [error_nc.sum(-1) for error_nc in errors]
+        shift = _mean_square(shared, episodes, self.truth.reach_n) / turns
         return shift, total - shift
 
     def _expected_cosine(self) -> float:
@@ -405,12 +402,15 @@ class Estimates:
         return rows
 
 
-def _product(sums: Sequence[Array], counts: Sequence[Array], reach: Array) -> float:
-    """Return the mean, by `reach`, of the product of two means, where both halves have one."""
-    both = (counts[0] > 0) & (counts[1] > 0)
-    means = [part[both] / count[both] for part, count in zip(sums, counts, strict=True)]
-    covered = float(reach[both].sum())
-    return float((reach[both] * means[0] * means[1]).sum()) / covered if covered else 0.0
+def _mean_square(sums: Sequence[Array], episodes: Sequence[float], chance: Array) -> float:
+    """Return an unbiased estimate of the sum of ``chance * mean ** 2`` over places.
+
+    `sums` are those of what was seen at each place in two halves of the episodes, which are
+    independent: its mean is ``episodes * chance * mean`` in each.
+    """
+    visited = (sums[0] != 0) & (sums[1] != 0)
+    products = sums[0][visited] * sums[1][visited] / chance[visited]
+    return float(products.sum()) / (episodes[0] * episodes[1])
 
 
 def _jackknife_error(values: Array) -> Array:
