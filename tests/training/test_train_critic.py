@@ -3,6 +3,7 @@ references, what the critic learns, and exact resume."""
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from turnwright.config import LoraConfig, ModelConfig, TrainConfig
 from turnwright.config.names import CRITIC_ADVANTAGES
 from turnwright.config.schema import CriticConfig
 from turnwright.errors import ConfigError, ModelError, UsageError
+from turnwright.records.episode_metrics import METRIC_GROUPS
 from turnwright.training import Trainer, add_lora
 from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.gae import GaeSettings, set_gae
@@ -421,6 +423,16 @@ def test_clipped_values_by_hand():
     assert loss.item() == pytest.approx(0.5 * (0.8**2 + 0.5**2 + 0.1**2) / 3)
     loss.backward()
     assert values.grad.tolist() == pytest.approx([0.0, 0.5 / 3, -0.1 / 3, 0.0])
+
+
+def test_its_metrics_are_documented():
+    trainer = Trainer(Model64(), TrainConfig(**STILL, algorithm="ppo"))
+    names = trainer.step(example(), step=0, steps=10).metrics
+    of_critic = {
+        re.sub(r"turn_\d+$", "turn_<turn>", name) for name in names if name.startswith("critic.")
+    }
+    documented = {metric.name for metrics in METRIC_GROUPS.values() for metric in metrics}
+    assert of_critic == {name for name in documented if name.startswith("critic.")}
 
 
 def test_one_episode_of_a_task_is_enough():
