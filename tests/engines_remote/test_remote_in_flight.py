@@ -4,6 +4,7 @@ and cost no time-out."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -163,12 +164,22 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(
         )
         await engine.update(unique_weights(model), 1)
         sample, paused, pause = client._sample, asyncio.Event(), app.replies.pause
+        update_came = threading.Event()
+
+        def after(_, position):
+            # However fast the server is, no reply ends before the update.
+            if position >= len(PROMPT) + 20:
+                update_came.wait(60)
+            return False
+
+        interrupt(on_thread(app.engine), after)
 
         async def later(*call):
             await paused.wait()
             return await sample(*call)
 
         async def noted(mode):
+            update_came.set()
             await pause(mode)
             paused.set()
 
