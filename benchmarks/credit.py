@@ -710,7 +710,7 @@ def parsed() -> argparse.Namespace:
             command.add_argument(
                 "--quick",
                 action="store_true",
-                help="two seeds, fewer steps and batches, two jobs; 20 minutes on two cores",
+                help="two seeds, fewer steps and batches, two jobs",
             )
             command.add_argument("--controls", type=int, default=1, help="seeds of controls")
             command.add_argument("--batches", type=int, default=BATCHES)

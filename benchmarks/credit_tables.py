@@ -23,8 +23,9 @@ T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 def interval(values: Sequence[float]) -> float:
-    """Return half of the width of the 95% interval of a mean; 0 for a single value."""
-    if len(values) < 2:
+    """Return half of the width of the 95% interval of a mean; 0 for fewer than three values, which
+    say too little."""
+    if len(values) < 3:
         return 0.0
     quantile = T_QUANTILES[min(len(values) - 2, len(T_QUANTILES) - 1)]
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
@@ -137,7 +138,7 @@ def speed_cell(rows: Sequence[Mapping[str, Any]]) -> str:
     unreached = [row for row in rows if row["episodes_to_90"] is None]
     mean = statistics.fmean(episodes)
     text = f"{mean:,.0f}"
-    if len(rows) > 1:
+    if len(rows) > 2:
         text += f" ± {interval(episodes):,.0f}"
     if unreached:
         level = statistics.fmean(row["level"] for row in unreached)
@@ -173,9 +174,10 @@ def print_tables(results: Results) -> None:
         against = "-"
         if logs:
             ratios[method] = math.exp(statistics.fmean(logs))
-            spread = interval(logs)
-            low, high = ratios[method] * math.exp(-spread), ratios[method] * math.exp(spread)
-            against = f"{ratios[method]:.2f} [{low:.2f}, {high:.2f}]"
+            against = f"{ratios[method]:.2f}"
+            if len(logs) > 2:
+                factor = math.exp(interval(logs))
+                against += f" [{ratios[method] / factor:.2f}, {ratios[method] * factor:.2f}]"
         cells = [speed_cell(results.of(method, world)) for world in worlds]
         rows.append([f"`{method}`", *cells, against])
     print("Episodes to 90%, mean over seeds with 95% interval:\n")
@@ -240,7 +242,7 @@ def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
                 entry[f"own_{figure}"] = results.on_the_way(method, world, figure)
             table[method][world] = {name: rounded(value) for name, value in entry.items()}
 
-    others = {method: ratio for method, ratio in ratios.items() if method != TRUTH}
+    others = {method: r for method, r in ratios.items() if method not in (TRUTH, REFERENCE)}
     best = min(others, key=others.__getitem__, default=None)
     by_world = {world: results.spearman_of(world, "cosine") for world in results.worlds}
     known = [value for value in by_world.values() if value is not None]
