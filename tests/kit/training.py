@@ -122,6 +122,18 @@ def with_turns(trajectory: Trajectory, states=(), rewards=()) -> Trajectory:
     return trajectory
 
 
+def fork_last_reply(trajectory: Trajectory) -> None:
+    """Let the last reply of an episode with turns follow a history of its own, so that it is
+    another row."""
+    turn = trajectory.turns[-1]
+    (index,) = turn.spans
+    context, reply = trajectory.spans[index - 1 : index + 1]
+    context.parent, context.start = -1, 0
+    reply.start = turn.context = len(context.ids)
+    if index + 1 < len(trajectory.spans):
+        trajectory.spans[index + 1].start = reply.end
+
+
 def random_groups(
     seed=0, *, groups=4, size=4, vocabulary=50, turns=3, low=2, high=6, rewards=(0.0, 1.0)
 ) -> list[Group]:

@@ -19,6 +19,7 @@ from kit.training import (
     distance,
     example_texts,
     fingerprint,
+    fork_last_reply,
     gradient,
     random_groups,
     with_logprobs,
@@ -159,15 +160,7 @@ def example(seed=41, **options):
             with_turns(t, (), rewards)
     span = made[0].trajectories[0].spans[1]
     span.untrained, span.untrained_from = "rewound", len(span.ids) - 1
-
-    t = made[2].trajectories[1]
-    last = t.turns[-1]
-    index = last.spans[0]
-    t.spans[index - 1].parent = -1
-    t.spans[index - 1].start = 0
-    t.spans[index].start = last.context = len(t.spans[index - 1].ids)
-    if index + 1 < len(t.spans):
-        t.spans[index + 1].start = t.spans[index].end
+    fork_last_reply(made[2].trajectories[1])
     return made
 
 

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from kit.double_precision import Model64
 from kit.gradients import disturbed
 from kit.strategies import groups
-from kit.training import STILL, E, M, P, chain, distance, gradient, random_groups, with_turns
+from kit.training import (
+    STILL,
+    E,
+    M,
+    P,
+    chain,
+    distance,
+    fork_last_reply,
+    gradient,
+    random_groups,
+    with_turns,
+)
 
 from turnwright.config import TrainConfig
 from turnwright.config.names import STATE_ADVANTAGES
@@ -250,16 +261,7 @@ def example():
     for g, sample, untrained in ((0, 0, "rewound"), (0, 3, "turn_length")):
         span = made[g].trajectories[sample].spans[1]
         span.untrained, span.untrained_from = untrained, len(span.ids) // 2
-
-    # A branch: the last reply of one episode follows a history of its own.
-    t = made[2].trajectories[1]
-    last = t.turns[-1]
-    index = last.spans[0]
-    t.spans[index - 1].parent = -1
-    t.spans[index - 1].start = 0
-    t.spans[index].start = last.context = len(t.spans[index - 1].ids)
-    if index + 1 < len(t.spans):
-        t.spans[index + 1].start = t.spans[index].end
+    fork_last_reply(made[2].trajectories[1])
     return made
 
 

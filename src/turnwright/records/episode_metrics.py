@@ -123,7 +123,7 @@ gradient_agreement_scaled | cosine | the same with each coordinate divided by it
 step_kl | nats | KL of the policy after a step from that before it, per episode that succeeded, with `train.gradient_signal_steps` | over 0.15: the step was shortened
 step_share | share | share of the step that was made | often under 1: lower lr
 critic.explained_variance | share | 1 less the variance of (return less value) over that of the returns, of the critic's values before the step, with `ppo`, `turn_ppo` and `bilevel_ppo` | under 0.1 after many steps: the critic knows nothing; more `train.critic.updates`, `train.critic.warmup_steps`, or a body of its own
-critic.explained_variance.turn_<turn> | share | the same of one turn, up to 16 | low in early turns alone: what happens later is not to be foreseen there
+critic.explained_variance.turn_<turn> | share | the same of one turn, up to 32 | low in early turns alone: what happens later is not to be foreseen there
 critic.loss | 1 | half the mean square of (value less target), in deviations of returns, before the step | rising: the critic lags behind the policy
 critic.loss_after | 1 | the same before the last of the step's updates | as `critic.loss`: `train.critic.lr` is too low
 critic.grad_norm | 1 | norm of the critic's gradient before clipping, mean of its updates | jumps: lower `train.critic.lr`

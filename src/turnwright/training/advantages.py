@@ -54,6 +54,8 @@ from turnwright.training.untrained_reasons import (
 )
 from turnwright.types import Group, Trajectory
 
+PerTrajectory = Callable[[Trajectory], PerId | None]
+"""Gives a number for each id of a trajectory that carries loss; None if it has no such id."""
 BY_STATE = {"gigpo": gigpo, "gagpo": gagpo, "state_rloo": state_rloo, "state_std": state_std}
 """Formulas that compare turns that began in equal states."""
 
@@ -158,8 +160,8 @@ class CreditSettings:
 def advantages(
     groups: Sequence[Group],
     settings: CreditSettings | None = None,
-    penalty: Callable[[Trajectory], Penalties | None] | None = None,
-    values: Callable[[Trajectory], PerId | None] | None = None,
+    penalty: PerTrajectory | None = None,
+    values: PerTrajectory | None = None,
 ) -> StepCredits:
     """Compute advantages by comparing trajectories within each group, or within the batch.
 
@@ -222,7 +224,7 @@ def advantages(
     rejected: list[str] = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
-        compared = _compare(group, reasons, settings, own, PerTrajectory(penalty, values))
+        compared = _compare(group, reasons, settings, own, penalty, values)
         if compared.rejected:
             rejected.append(compared.rejected)
 
@@ -264,14 +266,6 @@ def without_signal(groups: Sequence[Group], settings: CreditSettings) -> list[bo
 
 
 @dataclass(frozen=True, slots=True)
-class PerTrajectory:
-    """What was scored of a step's ids before they are compared, by trajectory."""
-
-    penalty: Callable[[Trajectory], Penalties | None] | None = None
-    values: Callable[[Trajectory], PerId | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Comparison:
     """A group whose usable trajectories were compared, or why they were not."""
 
@@ -288,7 +282,8 @@ def _compare(
     reasons: Sequence[str | None],
     settings: CreditSettings,
     own: SetValues | None,
-    scored: PerTrajectory,
+    penalty: PerTrajectory | None,
+    values: PerTrajectory | None,
 ) -> _Comparison:
     """Compare the trajectories of a group that have no reason against it."""
     if settings.on_failure == "drop_group" and FAILED in reasons:
@@ -302,7 +297,7 @@ def _compare(
     for trajectory, reason in zip(group.trajectories, reasons, strict=True):
         if reason is None:
             usable.append(trajectory)
-    members = _members_of(usable, settings, scored.penalty)
+    members = _members_of(usable, settings, penalty)
     if settings.keep_group is not None:
         choice = settings.keep_group(usable)
         if not choice.keep:
@@ -313,7 +308,7 @@ def _compare(
     elif settings.kind == "batch":
         has_signal = True  # compared with the batch instead
     elif settings.has_critic:
-        _set_generalized(members, settings, scored.values)
+        _set_generalized(members, settings, values)
         has_signal = True
     else:
         has_signal = set_group_values(members, settings) or settings.kind == "group_batch"
@@ -323,7 +318,7 @@ def _compare(
 def _set_generalized(
     members: Sequence[GroupMember],
     settings: CreditSettings,
-    values: Callable[[Trajectory], PerId | None] | None,
+    values: PerTrajectory | None,
 ) -> None:
     if values is None:
         raise UsageError(
@@ -337,7 +332,7 @@ def _set_generalized(
 def _members_of(
     usable: Sequence[Trajectory],
     settings: CreditSettings,
-    penalty: Callable[[Trajectory], Penalties | None] | None,
+    penalty: PerTrajectory | None,
 ) -> list[GroupMember]:
     # Where one trajectory has rewards by row, the others are compared with it as wholes.
     if any(trajectory.row_rewards for trajectory in usable):
@@ -423,7 +418,7 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
     weights = None if member is None else member.weights
     for_critic = None
     if member is not None and member.targets is not None:
-        for_critic = ValueTargets(member.targets, member.returns_per_id())
+        for_critic = ValueTargets(member.targets, member.spread(member.returns))
     tokens = trainable_tokens(trajectory, weights)
     if reason is not None or member is None:
         return Credit(trajectory, None, reason, tokens, None, weights, for_critic)

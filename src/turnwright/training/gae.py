@@ -44,6 +44,7 @@ def set_gae(member: GroupMember, kind: str, values: PerId, settings: GaeSettings
 
 def _by_token(member: GroupMember, values: PerId, settings: GaeSettings) -> None:
     """Each id is an action; a unit's reward comes with its last one."""
+    trace = settings.token_discount * settings.token_lambda
     later_value = later_advantage = reward = 0.0
     for unit in reversed(range(len(member.units))):
         if member.trajectory.row_rewards:  # rows have nothing to do with each other
@@ -53,7 +54,6 @@ def _by_token(member: GroupMember, values: PerId, settings: GaeSettings) -> None
             value = values[span][offset]
             reward -= _penalty(member, (span, offset))
             error = reward + settings.token_discount * later_value - value
-            trace = settings.token_discount * settings.token_lambda
             later_advantage = error + trace * later_advantage
             _set(member, (span, offset), value, later_advantage)
             later_value = value

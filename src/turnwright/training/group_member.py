@@ -47,10 +47,10 @@ class GroupMember:
     targets: dict[int, list[float]] | None = None
     """What a critic's value of each id should have been; NaN where it is not asked."""
 
-    def returns_per_id(self) -> PerId:
-        """Return for each id the return of its unit."""
+    def spread(self, per_unit: Sequence[float]) -> PerId:
+        """Return for each sampled id the number of its unit."""
         per_id: dict[int, Sequence[float]] = {}
-        for value, spans in zip(self.returns, self.units, strict=True):
+        for value, spans in zip(per_unit, self.units, strict=True):
             for span in spans:
                 per_id[span] = (value,) * len(self.trajectory.spans[span].ids)
         return per_id
@@ -120,14 +120,7 @@ class GroupMember:
         """Return the advantage of each sampled id; None if all are equal."""
         if self.token_values is not None:
             return dict(self.token_values)
-        if len(self.values) == 1:
-            return None
-
-        by_span: dict[int, Sequence[float]] = {}
-        for value, spans in zip(self.values, self.units, strict=True):
-            for span in spans:
-                by_span[span] = (value,) * len(self.trajectory.spans[span].ids)
-        return by_span
+        return None if len(self.values) == 1 else self.spread(self.values)
 
 
 def differ(values: Sequence[float]) -> bool:

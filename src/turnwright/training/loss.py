@@ -91,8 +91,10 @@ class Algorithm:
     kl_estimator: KLEstimator = "k3"
     kl_in: KLPlace = "loss"
     sequence: bool = False
-    """Whether it uses `TokenBatch.sequence` or `TokenBatch.turn`, which cost a scored pass before
-    each update but the first."""
+    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each update but the
+    first."""
+    turn: bool = False
+    """Whether it uses `TokenBatch.turn`, which costs the same."""
     overlong: bool = False
     """Whether trajectories near the maximum length lose reward."""
     refill: int = 0
@@ -276,10 +278,10 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 class LogRatios:
     """Change of log-probabilities since they are old, of what each of N tokens belongs to."""
 
-    sequence_n: Tensor
-    """Of its trajectory, per token of it."""
-    turn_n: Tensor
-    """Of its turn."""
+    sequence_n: Tensor | None
+    """Of its trajectory, per token of it; None where it is not used."""
+    turn_n: Tensor | None
+    """Of its turn, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +369,8 @@ class Objective:
         A trajectory's tokens may be in several rows and passes. So the complete batch is scored
         under the current policy, unless it was scored already and nothing was updated since.
         """
-        if not self.settings.algorithm.sequence:
+        algorithm = self.settings.algorithm
+        if not (algorithm.sequence or algorithm.turn):
             return None
         by_engine = self.config.old_logprobs == "engine"
         if first and not by_engine:
@@ -380,10 +383,12 @@ class Objective:
         old_n = batch.engine_n if by_engine else batch.start_n
         assert old_n is not None
         change_n = now_n - old_n
-        return LogRatios(
-            sequence_n=per_trajectory(change_n, batch.trajectory_n, mean=True),
-            turn_n=per_trajectory(change_n, batch.turn_n, mean=False),
-        )
+        sequence_n = turn_n = None
+        if algorithm.sequence:
+            sequence_n = per_trajectory(change_n, batch.trajectory_n, mean=True)
+        if algorithm.turn:
+            turn_n = per_trajectory(change_n, batch.turn_n, mean=False)
+        return LogRatios(sequence_n, turn_n)
 
     def terms(
         self,
@@ -413,12 +418,13 @@ class Objective:
         # The algorithm's loss per token, of a ratio and an advantage.
         old_n = batch.engine_n if config.old_logprobs == "engine" else batch.start_n
         no_change_m = logp_m.new_zeros(logp_m.shape)
+        ratios = log_ratios or LogRatios(None, None)
         tokens = TokenBatch(
             logp=logp_m,
             old=logp_m.detach() if old_n is None else select(old_n),
             advantage=_with_teachers(select(batch.advantages_n), batch, micro, logp_m),
-            sequence=no_change_m if log_ratios is None else select(log_ratios.sequence_n),
-            turn=no_change_m if log_ratios is None else select(log_ratios.turn_n),
+            sequence=no_change_m if ratios.sequence_n is None else select(ratios.sequence_n),
+            turn=no_change_m if ratios.turn_n is None else select(ratios.turn_n),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             clip_cap=config.clip_cap,

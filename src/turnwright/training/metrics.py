@@ -411,27 +411,15 @@ def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
     compared: list[torch.Tensor] = []
     gaps: list[torch.Tensor] = []
     for batch, trainer_n in _scored(batches):
-        turn_of_span: list[dict[int, int]] = []
-        for trajectory in batch.trajectories:
-            turn_of_span.append({})
-            for number, turn in enumerate(trajectory.turns[:MAX_TURNS], 1):
-                for span in turn.spans:
-                    turn_of_span[-1][span] = number
-
-        # A comprehension, since it runs for every trained id. Turn 0 is none.
-        owners = batch.trajectory_n.tolist()
-        turns += [
-            turn_of_span[index].get(span, 0)
-            for index, (span, _) in zip(owners, batch.slots, strict=True)
-        ]
+        turns += batch.turn_numbers()
         compared.append((batch.current_n & batch.engine_n.isfinite()).cpu())
         gaps.append((trainer_n - batch.engine_n).abs().cpu())
     if not gaps:
         return {}
 
-    turn_n = torch.tensor(turns, dtype=torch.long)
+    turn_n = torch.tensor(turns, dtype=torch.long) + 1  # 0 is none
     gap_n = torch.cat(gaps)
-    compared_n = (turn_n > 0) & torch.cat(compared)
+    compared_n = (turn_n > 0) & (turn_n <= MAX_TURNS) & torch.cat(compared)
     counts = torch.bincount(turn_n[compared_n]).tolist()
     sums = torch.bincount(turn_n[compared_n], gap_n[compared_n]).tolist()
     return {

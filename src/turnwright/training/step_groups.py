@@ -117,7 +117,6 @@ class StepGroups:
     """The states that the members of a group met, and who met each."""
 
     def __init__(self, members: Sequence[GroupMember], key: StateKey) -> None:
-        self.members = members
         self.states: list[list[State]] = []
         self._visits: dict[State, _Visits] = defaultdict(_Visits)
 
@@ -216,7 +215,10 @@ def state_rloo(members: Sequence[GroupMember], settings: StepGroupSettings) -> b
     See `algorithms/state_rloo.py`.
     """
     groups = StepGroups(members, settings.state)
-    n = len(members)
+    totals = []  # of all returns from each turn on
+    for unit in range(max(len(member.units) for member in members)):
+        totals.append(math.fsum(member.return_from(unit) for member in members))
+
     has_signal = False
     for index, member in enumerate(members):
         backwards = []
@@ -228,8 +230,7 @@ def state_rloo(members: Sequence[GroupMember], settings: StepGroupSettings) -> b
             others = None if visits is None else visits.mean_of_others(index)
             if others is None:
                 # Nobody else was here: the others' returns from the same turn on.
-                total = math.fsum(other.return_from(unit) for other in members)
-                baseline = (total - member.returns[unit]) / max(n - 1, 1)
+                baseline = (totals[unit] - member.returns[unit]) / max(len(members) - 1, 1)
                 continuation = expected
             else:
                 assert visits is not None

@@ -25,6 +25,6 @@ ALGORITHM = Algorithm(
     credit="turn",
     discount=0.95,
     gae_lambda=0.95,
-    sequence=True,
+    turn=True,
     defining=("advantage",),
 )

@@ -132,7 +132,7 @@ def load_custom(spec: str) -> Algorithm:
         none_clipped_m = torch.zeros_like(ratio_m, dtype=torch.bool)
         return TokenLoss(loss_m, ratio_m, none_clipped_m)
 
-    return Algorithm(spec, loss, sequence=True)
+    return Algorithm(spec, loss, sequence=True, turn=True)
 
 
 def check_custom(function: Any, spec: str) -> None:

@@ -23,6 +23,6 @@ ALGORITHM = Algorithm(
     discount=0.99,
     gae_lambda=0.9,
     clip_high=0.2,
-    sequence=True,
+    turn=True,
     defining=("advantage",),
 )

@@ -134,15 +134,22 @@ class TrainingBatch:
             by_span[span][offset] = number
         return lambda trajectory: found.get(id(trajectory))
 
+    def turn_numbers(self) -> list[int]:
+        """Return the number of each token's turn in its trajectory, from 0; -1 without a turn."""
+        turn_of_spans = [trajectory.turn_of_span() for trajectory in self.trajectories]
+        indices = self.trajectory_n.tolist()
+        return [
+            turn_of_spans[index].get(span, -1)
+            for index, (span, _) in zip(indices, self.slots, strict=True)
+        ]
+
     @property
     def turn_n(self) -> Tensor:
         """Index of the token's turn, over all trajectories; spans without a turn count as one."""
         turns = []
-        number_of: dict[tuple[int, int], int] = {}
-        turn_of_spans = [trajectory.turn_of_span() for trajectory in self.trajectories]
-        for index, (span, _) in zip(self.trajectory_n.tolist(), self.slots, strict=True):
-            turn = index, turn_of_spans[index].get(span, -1)
-            turns.append(number_of.setdefault(turn, len(number_of)))
+        index_of: dict[tuple[int, int], int] = {}
+        for turn in zip(self.trajectory_n.tolist(), self.turn_numbers(), strict=True):
+            turns.append(index_of.setdefault(turn, len(index_of)))
         return torch.tensor(turns, dtype=torch.long, device=self.trajectory_n.device)
 
     @property

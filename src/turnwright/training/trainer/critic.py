@@ -7,8 +7,7 @@ alone (`train.critic.body`). Values are asked before a step's advantages are com
 (`Critic.values`), and `Critic.learn` moves them towards the step's returns afterwards.
 
 The head works in returns with mean 0 and deviation 1. Both are running averages; when they move,
-the last layer moves against them, so that no value changes (PopArt, arXiv 1602.07714, eqs. 9 and
-10).
+the last layer moves against them, so that no value changes (PopArt, arXiv 1602.07714).
 
 Suffixes of tensors are those of `forward/batch.py`; `_d` is the width of hidden states.
 """
@@ -26,6 +25,7 @@ from torch.nn.functional import layer_norm, silu
 
 from turnwright.config import TrainConfig
 from turnwright.errors import ModelError
+from turnwright.records.episode_metrics import MAX_TURNS
 from turnwright.renderers.vision import PixelCache
 from turnwright.training.credit import Credit
 from turnwright.training.distributed import shard_like
@@ -45,8 +45,6 @@ RETURN_DECAY = 0.9
 """Weight of the earlier mean and square of returns at each step."""
 SMALLEST_DEVIATION = 1e-3
 """Of returns, in points of reward: smaller ones are not magnified to 1."""
-MAX_TURNS = 16
-"""Turns that have a metric of their own."""
 
 
 class ValueHead(nn.Module):  # type: ignore[misc]
@@ -138,6 +136,8 @@ class Critic:
         body: copy of the policy's model that it trains; None reads the policy's.
         limit: how many positions a pass may have.
         pixels: source of images' pixel values.
+        seed: seed of the head's first weights.
+        trees: whether passes may be prefix trees.
     """
 
     def __init__(
@@ -178,35 +178,30 @@ class Critic:
         dtype = torch.promote_types(first.dtype, torch.float32)
         hidden = self.config.width or width
         self.head = ValueHead(width, hidden, dtype).to(first.device)
-        self.scale = ReturnScale()
-        self.updates = 0
-        self._make_optimizers()
-        self.head.reset(derive_seed(seed, "critic"))
+        self.reset(policy.model)
 
     def _read(self, micro: MicroBatch) -> Tensor:
         """Return the hidden states (M, width) of a pass's targets."""
         features_md, _ = self.forward.features(micro, self._pixels)
         return features_md.clone()  # a view would lose the hooks of sharded layers
 
-    def _make_optimizers(self) -> None:
-        body_lr = self._train_config.lr if self.config.lr is None else self.config.lr
+    def reset(self, model: nn.Module) -> None:
+        """Begin anew with the weights of the policy as they are."""
+        self.scale = ReturnScale()
+        self.updates = 0
+        self.head.reset(derive_seed(self._seed, "critic"))
+
         common = replace(self._train_config, max_grad_norm=self.config.max_grad_norm)
         # Every rank has the whole head, and its gradient.
         self._optimizers = [(Optimizer(self.head, common, Ranks()), self.config.head_lr)]
-        if self.body is not None:
-            self._optimizers.append((Optimizer(self.body, common, self._ranks), body_lr))
-
-    def reset(self, model: nn.Module) -> None:
-        """Begin anew with the weights of the policy as they are."""
-        if self.body is not None:
-            with torch.no_grad():
-                for own, other in zip(self.body.parameters(), model.parameters(), strict=True):
-                    if own is not other:
-                        own.copy_(other)
-        self.head.reset(derive_seed(self._seed, "critic"))
-        self.scale = ReturnScale()
-        self.updates = 0
-        self._make_optimizers()
+        if self.body is None:
+            return
+        with torch.no_grad():
+            for own, other in zip(self.body.parameters(), model.parameters(), strict=True):
+                if own is not other:
+                    own.copy_(other)
+        body_lr = self._train_config.lr if self.config.lr is None else self.config.lr
+        self._optimizers.append((Optimizer(self.body, common, self._ranks), body_lr))
 
     # Values.
 
@@ -219,10 +214,8 @@ class Critic:
                 scaled_n = self.head(features_nd).double()
             else:
                 scaled_n = self._limit.run(batch, lambda: self._scaled(batch))
-        return AskedValues(batch, self._unscaled(scaled_n), features_nd)
-
-    def _unscaled(self, scaled_n: Tensor) -> Tensor:
-        return scaled_n * self.scale.deviation + self.scale.mean
+        values_n = scaled_n * self.scale.deviation + self.scale.mean
+        return AskedValues(batch, values_n, features_nd)
 
     def _features(self, batch: TrainingBatch) -> Tensor:
         size = batch.size, self.head.width
@@ -259,11 +252,10 @@ class Critic:
         # The scale of returns. The first one makes the mean of what a new critic says, 0; later
         # ones move no value.
         targets_k = targets_n[asked_n]
-        is_new = not self.scale.total
-        self._rescale(float(targets_k.mean()), float(targets_k.square().mean()))
+        is_kept = self._rescale(float(targets_k.mean()), float(targets_k.square().mean()))
         scaled_n = (targets_n - self.scale.mean) / self.scale.deviation
         before_n = torch.zeros_like(scaled_n)
-        if not is_new:
+        if is_kept:
             before_n = (asked.values_n - self.scale.mean) / self.scale.deviation
 
         losses, norms = [], []
@@ -279,17 +271,21 @@ class Critic:
             "critic.return_std": self.scale.deviation,
         }
 
-    def _rescale(self, mean: float, square: float) -> None:
-        is_new = not self.scale.total
+    def _rescale(self, mean: float, square: float) -> bool:
+        """Add a step's mean and mean square of targets to the scale; return whether values are what
+        they were, as they are but for the first step."""
+        is_first = not self.scale.total
         old_mean, old_deviation = self.scale.mean, self.scale.deviation
         self.scale.add(mean, square)
-        if is_new:
-            return
+        if is_first:
+            return False
+
         with torch.no_grad():
             self.head.last.weight.mul_(old_deviation / self.scale.deviation)
             self.head.last.bias.mul_(old_deviation)
             self.head.last.bias.add_(old_mean - self.scale.mean)
             self.head.last.bias.div_(self.scale.deviation)
+        return True
 
     def _update(
         self, asked: AskedValues, targets_n: Tensor, before_n: Tensor
@@ -348,7 +344,7 @@ class Critic:
         in all passes.
 
         With `clip`, of the larger error of the value and of the value clipped to that range around
-        the one before the step (PPO's released code; arXiv 2005.12729, section 2).
+        the one before the step (as PPO's released code does; arXiv 2005.12729).
         """
         asked_m = targets_m.isfinite()
         if count is None:
@@ -404,9 +400,9 @@ def _of_credits(batch: TrainingBatch, credits: Sequence[Credit]) -> tuple[Tensor
     learned = {id(credit.trajectory): credit.for_critic for credit in credits}
     targets, returns = [], []
     for index, (span, offset) in zip(batch.trajectory_n.tolist(), batch.slots, strict=True):
-        found = learned.get(id(batch.trajectories[index]))
-        targets.append(math.nan if found is None else found.targets[span][offset])
-        returns.append(math.nan if found is None else found.returns[span][offset])
+        lesson = learned.get(id(batch.trajectories[index]))
+        targets.append(math.nan if lesson is None else lesson.targets[span][offset])
+        returns.append(math.nan if lesson is None else lesson.returns[span][offset])
     device = batch.weights_n.device
     return (
         torch.tensor(targets, dtype=torch.float64, device=device),
@@ -415,20 +411,18 @@ def _of_credits(batch: TrainingBatch, credits: Sequence[Credit]) -> tuple[Tensor
 
 
 def _explained(asked: AskedValues, returns_n: Tensor, asked_n: Tensor) -> dict[str, float]:
-    batch = asked.batch
-    turns = []
-    turn_of_spans = [trajectory.turn_of_span() for trajectory in batch.trajectories]
-    for index, (span, _) in zip(batch.trajectory_n.tolist(), batch.slots, strict=True):
-        turns.append(turn_of_spans[index].get(span, -1) + 1)
-    turns_n = torch.tensor(turns, device=returns_n.device)
-
+    """Return the explained variance of the values that were asked, and that of each turn."""
     name = "critic.explained_variance"
+    parts = {name: asked_n}
+    turn_n = torch.tensor(asked.batch.turn_numbers(), device=returns_n.device) + 1
+    for turn in range(1, min(int(turn_n.max()), MAX_TURNS) + 1):
+        parts[f"{name}.turn_{turn}"] = asked_n & (turn_n == turn)
+
     metrics = {}
-    for turn in range(MAX_TURNS + 1):
-        of_turn_n = asked_n if turn == 0 else asked_n & (turns_n == turn)
-        share = explained_variance(asked.values_n[of_turn_n], returns_n[of_turn_n])
+    for part, of_part_n in parts.items():
+        share = explained_variance(asked.values_n[of_part_n], returns_n[of_part_n])
         if share is not None:
-            metrics[name if turn == 0 else f"{name}.turn_{turn}"] = share
+            metrics[part] = share
     return metrics
 
 

@@ -39,7 +39,7 @@ from turnwright.engines import Sampling
 from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.advantages import CreditSettings, advantages
+from turnwright.training.advantages import CreditSettings, PerTrajectory, advantages
 from turnwright.training.algorithms import resolve_settings
 from turnwright.training.baselines import RunningBaselines
 from turnwright.training.credit import Credit, StepCredits, exclusion_reason, sort_key
@@ -54,7 +54,6 @@ from turnwright.training.forward.packing import BatchPacker
 from turnwright.training.forward.passes import MicroBatch, Pack
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.forward.support import SamplingSupport
-from turnwright.training.group_member import Penalties
 from turnwright.training.loss import LogRatios, Objective, PolicyTerms, check_logprobs
 from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.model.lora import adapter_of
@@ -98,7 +97,7 @@ tasks agree."""
 class _Scored:
     """What credits need to know of a step's ids before rewards are compared."""
 
-    penalty: Callable[[Trajectory], Penalties | None] | None = None
+    penalty: PerTrajectory | None = None
     asked: AskedValues | None = None
     """What the critic expected."""
 
@@ -201,6 +200,7 @@ class Trainer:
         self._rounded_inputs = rounds_activations(model)
         if config.vision == "frozen":
             freeze_vision(model)
+        # A critic's own body is copied before anything follows or hooks the modules.
         body = None
         if self.credit_settings.has_critic and config.critic.body == "own":
             body = body_of(model, shared=ranks.size == 1)
@@ -236,6 +236,7 @@ class Trainer:
         # From here on the model may be sharded, and parameters are replaced.
         self._stats, self._full_logprobs = ranks.shard(model, self.forward)
         self.critic: Critic | None = None
+        self.reset_optimizer()
         if self.credit_settings.has_critic:
             self.critic = Critic(
                 config,
@@ -248,7 +249,6 @@ class Trainer:
                 trees=self.layout.cost_model is not None,
             )
         self.teachers = None if teachers is None else teachers(self._as_policy())
-        self.reset_optimizer()
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
         self._differing_steps = 0
@@ -352,23 +352,23 @@ class Trainer:
         if batches and needs_probe(config, self.precision, step, rounded_inputs=rounded):
             probe = WeightSyncProbe.before(credits, self._at_temperature_one, self.device)
 
-        # The critic learns what came of it. At first it may do so alone.
+        # The critic learns what came of it. In its first steps it does so alone, and the policy is
+        # only compared with the engine's.
         critic_metrics: dict[str, float] = {}
-        epochs = config.epochs
         if self.critic is not None and scored.asked is not None:
             critic_metrics = self.critic.learn(scored.asked, credits)
-            if step < config.critic.warmup_steps:
-                epochs = 0
-                for batch in batches:
-                    if batch.start_n is None:
-                        self._score_start(batch, step_metrics)
+        critic_alone = self.critic is not None and step < config.critic.warmup_steps
+        if critic_alone:
+            for batch in batches:
+                if batch.start_n is None:
+                    self._score_start(batch, step_metrics)
 
         # Updates.
         lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
         codes = self._codes()
         limited = self._limited(credits, step_metrics, version) if batches else nullcontext()
         with limited:
-            for epoch in range(epochs):
+            for epoch in range(0 if critic_alone else config.epochs):
                 # The first update adds to the evidence, which may lower the number of epochs.
                 if epoch == self.epochs_made:
                     break
@@ -481,10 +481,8 @@ class Trainer:
 
     def _credits(self, groups: Sequence[Group], scored: _Scored) -> StepCredits:
         def by_rewards(groups: Sequence[Group]) -> StepCredits:
-            values = None
-            if scored.asked is not None:
-                asked = scored.asked
-                values = asked.batch.by_trajectory(asked.values_n, 0.0)
+            asked = scored.asked
+            values = None if asked is None else asked.batch.by_trajectory(asked.values_n, 0.0)
             return advantages(groups, self.credit_settings, scored.penalty, values)
 
         if self.teachers is not None:
