@@ -156,9 +156,14 @@ class ProgramMemory:
         if total <= self._limit:
             return False
 
+        # A child may enter or leave its parent's memory while shares are read.
+        before = _children_without_a_program(processes)
         shares = {process: _share_of_pages(process, pages[process]) for process in processes}
         total = sum(shares.values())
-        return total > self._limit and total - sum(_borrowed(shares)) > self._limit
+        if total <= self._limit:
+            return False
+        after = _children_without_a_program(processes)
+        return total - max(_borrowed(shares, before), _borrowed(shares, after)) > self._limit
 
 
 def _address_space(process: str) -> int:
@@ -182,27 +187,41 @@ def _share_of_pages(process: str, pages: int) -> int:
     return rows[b"Pss_Anon"] + rows.get(b"SwapPss", 0)
 
 
-def _borrowed(shares: dict[str, int]) -> Iterator[int]:
-    """Yield what is counted twice since a child runs in its parent's memory (vfork) until it
+def _children_without_a_program(
+    processes: Iterable[str],
+) -> dict[str, tuple[int, list[str]]]:
+    """Return for each parent how many of its threads are held up, and its children that have not
+    executed another program yet."""
+    children: dict[str, list[str]] = {}
+    for process in processes:
+        row = _stat(process)
+        if len(row) > 6 and int(row[6]) & _FORKED_AND_NOT_EXECUTED:
+            parent = f"{os.path.dirname(process)}/{row[1].decode()}"
+            children.setdefault(parent, []).append(process)
+
+    found = {}
+    for parent, its_children in children.items():
+        threads = [_stat(f"{parent}/task/{thread}") for thread in _names(f"{parent}/task")]
+        held_up = sum(row[:1] == [b"D"] for row in threads)
+        found[parent] = (held_up, its_children)
+    return found
+
+
+def _borrowed(shares: dict[str, int], children: dict[str, tuple[int, list[str]]]) -> int:
+    """Return what is counted twice since a child runs in its parent's memory (vfork) until it
     executes another program.
 
     The kernel does not tell which do. Each such child holds up a thread of its parent, so no more
-    are left out than there are such threads, and only children with as many pages as their parent.
+    are left out than there are such threads, and only children with as many pages as their parent,
+    up to what another process gives back while both are read.
     """
-    parents = {}
-    for process in shares:
-        row = _stat(process)
-        if len(row) > 6 and int(row[6]) & _FORKED_AND_NOT_EXECUTED:
-            parents[process] = f"{os.path.dirname(process)}/{row[1].decode()}"
-
-    for parent in set(parents.values()) & shares.keys():
-        threads = [_stat(f"{parent}/task/{thread}") for thread in _names(f"{parent}/task")]
-        waiting = sum(row[:1] == [b"D"] for row in threads)
-        alike = 0
-        for child, parent_of_child in parents.items():
-            if parent_of_child == parent and shares[child] == shares[parent]:
-                alike += 1
-        yield min(waiting, alike) * shares[parent]
+    total = 0
+    for parent in children.keys() & shares.keys():
+        held_up, its_children = children[parent]
+        pages = shares[parent]
+        alike = [child for child in its_children if abs(shares[child] - pages) <= pages // 8]
+        total += min(held_up, len(alike)) * pages
+    return total
 
 
 def _stat(process: str) -> list[bytes]:
