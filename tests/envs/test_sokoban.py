@@ -17,7 +17,8 @@ import turnwright as tw
 from turnwright.config import EnvConfig, Limits
 from turnwright.envs import Action, play_scripted, read_reply, resolve_env, take_step
 from turnwright.envs.builtin import Sokoban, sokoban
-from turnwright.envs.builtin.sokoban import COLORS, MOVES, Board, shortest_solution
+from turnwright.envs.builtin.common import MOVES
+from turnwright.envs.builtin.sokoban import COLORS, Board, shortest_solution
 from turnwright.errors import ConfigError, EnvError
 from turnwright.media import MediaStore
 from turnwright.training.evaluation import summarize

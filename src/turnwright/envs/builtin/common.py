@@ -1,4 +1,4 @@
-"""Shared task sampling and parsing of tool calls."""
+"""Shared task sampling, parsing of tool calls, and moves on a grid."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from turnwright.envs.spec import check_split
 from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSignature
 from turnwright.errors import ConfigError
 from turnwright.types import ContentPart, Message, Task, ToolCall, join_texts
+
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+"""(row, column) change of each move on a grid, in the order of Gymnasium's actions."""
 
 
 class CallError(ValueError):

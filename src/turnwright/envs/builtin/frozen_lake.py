@@ -23,14 +23,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from turnwright.envs.builtin.common import require_extra, sample_tasks
+from turnwright.envs.builtin.common import MOVES, require_extra, sample_tasks
 from turnwright.envs.env import Action, Env, Step
 from turnwright.envs.gym import GymEnv, gym_env
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Messages, Task
-
-_MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""(row, column) change of each move, in the order of Gymnasium's actions."""
 
 _HOLES = 0.25
 """Share of fields that are drawn as holes."""
@@ -65,7 +62,7 @@ class FrozenLake(Env):
         system = self.rule if self._rules else None
         make = gym_env(
             "FrozenLake-v1",
-            actions=tuple(_MOVES),
+            actions=tuple(MOVES),
             system=system,
             desc=lake,
             is_slippery=False,
@@ -114,7 +111,7 @@ class FrozenLake(Env):
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: move at random with probability 0.25."""
         if rng.random() < 0.25:
-            return rng.choice(tuple(_MOVES))
+            return rng.choice(tuple(MOVES))
         return FrozenLake.solver(messages, rng)
 
 
@@ -127,7 +124,7 @@ def _way(rows: Sequence[str], start: tuple[int, int]) -> list[str]:
         way = ways[row, column]
         if rows[row][column] == "G":
             return way
-        for move, (down, right) in _MOVES.items():
+        for move, (down, right) in MOVES.items():
             there = (row + down, column + right)
             is_inside = 0 <= there[0] < len(rows) and 0 <= there[1] < len(rows[0])
             if is_inside and there not in ways and rows[there[0]][there[1]] != "H":

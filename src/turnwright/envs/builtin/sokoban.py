@@ -42,16 +42,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from turnwright.envs.builtin.common import require_extra, sample_tasks
+from turnwright.envs.builtin.common import MOVES, require_extra, sample_tasks
 from turnwright.envs.env import Action, Env, Step
 from turnwright.errors import ConfigError, EnvError, InvalidAction
 from turnwright.types import Image, Message, Task, Trajectory
 
 Cell = tuple[int, int]
 """(row, column), from the upper left corner."""
-
-MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""(row, column) change of each move."""
 
 WALL = "#"
 SYMBOLS: Mapping[str, tuple[str, ...]] = {
