@@ -1,6 +1,7 @@
 """Advantages against values worked out by hand, and the account of every sampled id."""
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,12 @@ from kit.training import E, M, P, chain
 
 from turnwright.errors import RewardError
 from turnwright.training import TRAINED, trainable_tokens
-from turnwright.training.advantages import CreditSettings, advantages
+from turnwright.training.advantages import (
+    CreditSettings,
+    GroupChoice,
+    advantages,
+    without_signal,
+)
 from turnwright.types import Failure, Group, StopReason, Task
 
 
@@ -115,6 +121,46 @@ def test_an_id_without_context_is_counted():
 def test_rewards_are_finite(bad):
     with pytest.raises(RewardError, match=r"task 't', sample 1 .* is -?(nan|inf)"):
         advantages([group(0.0, bad)])
+
+
+REWARDS = st.lists(st.sampled_from((0.0, 0.25, 1.0, -2.0)), min_size=2, max_size=4)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(REWARDS, min_size=1, max_size=8),
+    st.floats(0.05, 1.0),
+    st.sampled_from(("std", "rloo", "batch")),
+    st.randoms(),
+)
+def test_the_groups_that_vary_most_are_kept(rewards, share, kind, random):
+    made = [group(*one, task=f"t{number}") for number, one in enumerate(rewards)]
+    chosen = CreditSettings(kind=kind, keep_groups=share)
+    credits = advantages(random.sample(made, len(made)), chosen).credits
+
+    left_out = {c.trajectory.key.task for c in credits if c.reason == "filtered"}
+    spreads = {f"t{number}": statistics.pstdev(one) for number, one in enumerate(rewards)}
+    kept = {task: spread for task, spread in spreads.items() if task not in left_out}
+    assert len(kept) == max(1, round(share * len(made)))
+    assert all(spreads[task] <= min(kept.values()) for task in left_out)
+
+    # What is kept has the advantages that it has alone, and those of equal spread are the first.
+    alone = advantages([g for g in made if g.task.id in kept], replace(chosen, keep_groups=1.0))
+    of_kept = [c for c in credits if c.trajectory.key.task in kept]
+    assert [c.advantage for c in of_kept] == values(alone)
+    for task in left_out:
+        assert not any(kept[other] == spreads[task] and other > task for other in kept)
+
+
+def test_a_group_that_its_filter_leaves_out_takes_no_place_of_one_that_varies():
+    made = [group(0.0, 4.0, task="a"), group(0.0, 1.0, task="b"), group(1.0, 1.0, task="c")]
+    chosen = CreditSettings(
+        keep_group=lambda usable: GroupChoice(usable[0].key.task != "a"), keep_groups=0.34
+    )
+    kept = [c.trajectory.key.task for c in advantages(made, chosen).credits if c.counted]
+    assert kept == ["b", "b"]
+    # What refill replaces does not depend on the share.
+    assert without_signal(made, chosen) == [True, False, False]
 
 
 @settings(max_examples=120, deadline=None)

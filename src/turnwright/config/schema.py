@@ -1146,6 +1146,9 @@ class TrainConfig(Section):
     group_filter: Annotated[str | None, PathKind.OBJECT] = None
     """`file.py:function` of a group's trajectories: whether the group is trained. It decides which
     groups `refill` replaces, in place of equal rewards."""
+    keep_groups: NonZeroFraction = 1.0
+    """Share of a step's groups that are trained, at least one: those whose rewards have the largest
+    standard deviation (RAGEN, arXiv 2504.20073)."""
     on_failure: OnFailedEpisode = "drop_group"
     """Handling of a group with a failed episode: drop the group, or compute the
     baseline over the survivors."""
@@ -1310,6 +1313,8 @@ class TrainConfig(Section):
         if self.min_group > group_size and self.compares(run):
             why = f"must be at most rollout.group_size = {group_size}, or every group is dropped"
             yield "min_group", why
+        if self.keep_groups < 1 and group_size == 1:
+            yield "keep_groups", "needs rewards that differ in a group; set rollout.group_size"
         if self.critic.warmup_steps >= self.steps and self.data_epochs is None:
             yield "critic.warmup_steps", f"must be under train.steps = {self.steps}"
         if self.lr_warmup_steps >= self.steps and self.data_epochs is None:

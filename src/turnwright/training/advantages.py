@@ -9,6 +9,7 @@ a `Credit` (`credit.py`), of which `forward/batch.py` makes batches.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -96,6 +97,9 @@ class CreditSettings:
     """Whether episodes cut by a length limit are compared, but not trained."""
     keep_group: KeepGroup | None = None
     """Groups that it does not keep are `FILTERED`."""
+    keep_groups: float = 1.0
+    """Share of the groups that are kept, by the deviation of their rewards; others are
+    `FILTERED`."""
     min_group: int = 2
     """Minimum usable trajectories; smaller groups are dropped and counted. `batch` and `running`
     drop none."""
@@ -140,6 +144,7 @@ class CreditSettings:
             overlong_buffer=config.overlong_buffer,
             overlong_filter=config.overlong_filter,
             keep_group=keep_group,
+            keep_groups=config.keep_groups,
             min_group=config.min_group,
             on_failure=config.on_failure,
             no_signal=FILTERED if replaced else NO_SIGNAL,
@@ -220,15 +225,18 @@ def advantages(
     settings = settings or CreditSettings()
     own = None if settings.own is None else settings.own(groups)
 
-    outcomes: list[tuple[Trajectory, str | None, GroupMember | None]] = []
-    rejected: list[str] = []
+    reasons_by_group = []
+    comparisons = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
-        compared = _compare(group, reasons, settings, own, penalty, values)
-        if compared.rejected:
-            rejected.append(compared.rejected)
+        reasons_by_group.append(reasons)
+        comparisons.append(_compare(group, reasons, settings, own, penalty, values))
+    comparisons = _most_varied(comparisons, settings.keep_groups)
+    rejected = [compared.rejected for compared in comparisons if compared.rejected]
 
-        # Each trajectory was compared, or has a reason why none of its ids is trained.
+    # Each trajectory was compared, or has a reason why none of its ids is trained.
+    outcomes: list[tuple[Trajectory, str | None, GroupMember | None]] = []
+    for group, reasons, compared in zip(groups, reasons_by_group, comparisons, strict=True):
         remaining = iter(compared.members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             member = next(remaining, None) if reason is None else None
@@ -256,6 +264,8 @@ def without_signal(groups: Sequence[Group], settings: CreditSettings) -> list[bo
     """Return of each group whether it has no signal, so that dynamic sampling replaces it: a
     zero-variance one (length penalty included), or one that `train.group_filter` rejects."""
     reasons = (FILTERED, NO_SIGNAL) if settings.keep_group is None else (FILTERED,)
+    # The share is that of the groups which are trained after others were replaced.
+    settings = replace(settings, keep_groups=1.0)
     if settings.has_critic:
         # Compared with a critic, a group of equal rewards has a signal.
         settings = replace(settings, kind="batch")
@@ -275,6 +285,14 @@ class _Comparison:
     """Reason why none of the group is trained."""
     rejected: str = ""
     """What the filter of groups gave as its reason."""
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the rewards of usable trajectories; 0 of a group that its filter
+        leaves out, or that is replaced."""
+        if self.dropped == FILTERED:
+            return 0.0
+        return statistics.pstdev(float(member.trajectory.reward or 0.0) for member in self.members)
 
 
 def _compare(
@@ -313,6 +331,25 @@ def _compare(
     else:
         has_signal = set_group_values(members, settings) or settings.kind == "group_batch"
     return _Comparison(members, None if has_signal else settings.no_signal)
+
+
+def _most_varied(comparisons: Sequence[_Comparison], share: float) -> list[_Comparison]:
+    """Return comparisons of which only the share with the largest deviations of rewards is trained;
+    of equal ones, the first by key."""
+    compared = [number for number, one in enumerate(comparisons) if one.members]
+    kept = max(1, round(share * len(compared)))
+    if kept >= len(compared):
+        return list(comparisons)
+
+    def rank(number: int) -> tuple[float, tuple[str, int, str, int, int]]:
+        comparison = comparisons[number]
+        first = min(sort_key(member.trajectory) for member in comparison.members)
+        return -comparison.deviation, first
+
+    chosen = list(comparisons)
+    for number in sorted(compared, key=rank)[kept:]:
+        chosen[number] = replace(chosen[number], dropped=FILTERED)
+    return chosen
 
 
 def _set_generalized(

@@ -20,7 +20,8 @@ GROUP_TOO_SMALL = "group_too_small"
 NO_SIGNAL = "no_signal"
 """Zero-variance group: all usable trajectories have the same reward."""
 FILTERED = "filtered"
-"""Zero-variance group that dynamic sampling replaces (`train.refill`); in no denominator."""
+"""Zero-variance group that dynamic sampling replaces (`train.refill`), or one that
+`train.group_filter` or `train.keep_groups` leaves out; in no denominator."""
 OVERLONG = "overlong"
 """The episode was cut by a length limit, and `overlong_filter` trains no such episode."""
 
