@@ -252,7 +252,7 @@ def test_settings_that_a_critic_shares_with_the_policy():
 def test_groups_with_equal_rewards_are_not_replaced(text, filter_words, key, tmp_path):
     found, recipe = of(f"{text.rstrip()} {filter_words}")
     assert "refill" not in recipe["train"]
-    assert "equal rewards" in accounts(found)[key].text
+    assert "groups without reward variance" in accounts(found)[key].text
     loaded(found, tmp_path)
 
 
@@ -310,3 +310,43 @@ def test_training_by_a_reward_model_is_refused(text):
 def test_the_weight_of_a_value_loss_has_no_meaning():
     found = convert("swift rlhf --rlhf_type grpo --model /m --dataset t.jsonl --vf_coef 0.1")
     assert "body of its own" in accounts(found)["vf_coef"].text
+
+
+COMBINED = {
+    "verl": (
+        VERL,
+        "algorithm.adv_estimator=gae",
+        "algorithm.adv_estimator=",
+        " algorithm.filter_groups.enable=True algorithm.kl_penalty=low_var_kl"
+        " actor_rollout_ref.rollout.n=4 env.rollout.n=4",
+        ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gigpo", "gae"),
+    ),
+    "slime": (
+        SLIME,
+        "--advantage-estimator ppo",
+        "--advantage-estimator ",
+        " --dynamic-sampling-filter-path a.check_reward_nonzero_std --kl-loss-type k3",
+        ("grpo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+    ),
+    "skyrl": (
+        SKYRL,
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.algorithm.advantage_estimator=",
+        " trainer.algorithm.dynamic_sampling.type=filter trainer.algorithm.use_kl_in_reward=true",
+        ("grpo", "rloo", "reinforce++", "maxrl", "gae"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [(name, estimator) for name, case in COMBINED.items() for estimator in case[-1]],
+)
+def test_whatever_settings_come_together_the_recipe_loads(name, estimator, tmp_path):
+    text, old, new, words, _ = COMBINED[name]
+    found, recipe = of(text.replace(old, f"{new}{estimator}").rstrip() + words)
+    loaded(found, tmp_path)
+    # A discount that the recipe cannot have is told.
+    gamma = next(one for one in found.accounts if one.key.endswith("gamma"))
+    discounts = recipe["train"].keys() & {"discount", "token_discount"}
+    assert discounts or gamma in found.dropped()

@@ -217,7 +217,8 @@ def test_a_configuration_under_the_working_folder_is_read(tmp_path, place):
 
 def test_overrides_change_add_and_take_away(tmp_path):
     words = (
-        f"++{ROLLOUT}.n=3 ~{ROLLOUT}.multi_turn +algorithm.gamma=0.9 ~custom_reward_function "
+        f"++{ROLLOUT}.n=3 ~{ROLLOUT}.multi_turn +actor_rollout_ref.actor.clip_ratio_high=0.3 "
+        "~custom_reward_function "
         "data.max_prompt_length=50 data.train_files=t.parquet"
     )
     files = {
@@ -228,7 +229,7 @@ def test_overrides_change_add_and_take_away(tmp_path):
     _, recipe = converted(tmp_path, files)
     assert recipe["rollout"]["group_size"] == 3
     assert recipe["limits"]["turns"] == 1
-    assert recipe["train"]["discount"] == 0.9
+    assert recipe["train"]["clip_high"] == 0.3
     assert recipe["limits"]["episode_tokens"] == 50
     assert "args" not in recipe["env"][0]
 

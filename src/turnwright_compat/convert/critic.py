@@ -81,7 +81,6 @@ def set_critic(
         origin: settings that gave the updates.
         decays: whether the critic's rate follows the schedule of the policy there.
     """
-    _leave_out_refill(draft)
     draft.put("train.critic.updates", updates, origin=origin)
     if parts > 1:
         draft.notes.append(
@@ -94,19 +93,6 @@ def set_critic(
     )
     if decays and draft.values.get("train.schedule", "linear") != "constant":
         draft.notes.append("the critic's rate decays as the policy's there; here it is constant")
-
-
-def _leave_out_refill(draft: Draft) -> None:
-    """Leave out the replacement of groups with equal rewards, which a critic learns from too."""
-    if not draft.values.get("train.refill"):
-        return
-
-    del draft.values["train.refill"]
-    for setting in draft.origins["train.refill"].split(", "):
-        draft.reasons[setting] = (
-            "groups with equal rewards are trained too: advantages are what a critic did not "
-            "expect (train.refill)"
-        )
 
 
 def set_critic_warmup(draft: Draft, steps: int, origin: str) -> None:

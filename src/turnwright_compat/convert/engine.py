@@ -744,9 +744,9 @@ def _value_error(draft: Draft, key: str) -> str:
 
 
 def _first_fault(draft: Draft) -> tuple[str, str] | None:
-    """Return the first key that names nothing or has no effect, and why."""
+    """Return the first key that names nothing, conflicts with another or has no effect, and why."""
     config = _built(draft.values, draft.teacher)
-    for name, why in config.train.wrong_names():
+    for name, why in (*config.train.wrong_names(), *config.train.conflicts()):
         if f"train.{name}" in draft.values:
             return f"train.{name}", why
 
@@ -761,14 +761,18 @@ def _first_fault(draft: Draft) -> tuple[str, str] | None:
 
 
 def _leave_out(draft: Draft, accounts: list[Account], key: str, why: str) -> None:
-    """Take a key from the recipe, and say why in its setting's account, or else in a note."""
+    """Take a key from the recipe, and say why in the accounts of its settings, or else in a
+    note."""
     origin = draft.origins[key]
     value = draft.values.pop(key)
 
+    is_told = False
     for index, account in enumerate(accounts):
-        keys = account.text.split(", ")
-        if account.key != origin or key not in keys:
+        keys = [name for name in account.text.split(", ") if name]
+        # The account of a setting that `finish` reads with others names no keys.
+        if account.key not in origin.split(", ") or (keys and key not in keys):
             continue
+        is_told = True
 
         other_keys = ", ".join(other for other in keys if other != key)
         if other_keys:
@@ -776,9 +780,8 @@ def _leave_out(draft: Draft, accounts: list[Account], key: str, why: str) -> Non
         else:
             text = f"{key} = {toml_value(value)} {why}"
             accounts[index] = Account(account.key, account.value, "none", text)
-        return
 
-    if not origin.startswith(_DEFAULT_ORIGINS):
+    if not is_told and not origin.startswith(_DEFAULT_ORIGINS):
         draft.notes.append(f"{key} = {toml_value(value)} ({origin}) is left out: it {why}")
 
 
