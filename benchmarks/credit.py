@@ -683,6 +683,11 @@ def tune(args: argparse.Namespace, methods: Sequence[str]) -> int:
 
 QUICK = (2, 120, 40, 2)
 """Seeds, steps, batches and jobs."""
+QUICK_METHODS = (
+    *("truth", "grpo", "rloo_turn", "maxrl", "gigpo", "gagpo", "state_rloo", "state_grpo"),
+    "turn_ppo",
+)
+"""One of each kind."""
 
 
 def parsed() -> argparse.Namespace:
@@ -700,8 +705,7 @@ def parsed() -> argparse.Namespace:
             command.add_argument("--seed", type=int, required=True)
             command.add_argument("--shuffled", action="store_true")
         if name in ("run", "tune"):
-            methods = tuple(METHODS)
-            command.add_argument("--methods", nargs="+", choices=methods, default=methods)
+            command.add_argument("--methods", nargs="+", choices=tuple(METHODS))
             command.add_argument("--seeds", type=int, default=5 if name == "run" else 2)
             command.add_argument("--jobs", type=int, default=1)
         if name == "run":
@@ -710,14 +714,17 @@ def parsed() -> argparse.Namespace:
             command.add_argument(
                 "--quick",
                 action="store_true",
-                help="two seeds, fewer steps and batches, two jobs",
+                help="nine methods, two seeds, fewer steps and batches, two jobs",
             )
             command.add_argument("--controls", type=int, default=1, help="seeds of controls")
             command.add_argument("--batches", type=int, default=BATCHES)
         command.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
-    if getattr(args, "quick", False):
+    is_quick = getattr(args, "quick", False)
+    if is_quick:
         args.seeds, args.steps, args.batches, args.jobs = QUICK
+    if args.command in ("run", "tune") and args.methods is None:
+        args.methods = QUICK_METHODS if is_quick else tuple(METHODS)
     return args
 
 
