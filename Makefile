@@ -7,7 +7,7 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm quickstart-llm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-ray test-gpu
+.PHONY: help setup quickstart quickstart-vlm quickstart-llm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-packages test-ray test-gpu
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-engines the tests against real vLLM, SGLang and llama.cpp servers, installed by the first call"
 	@echo "make test-compat  user code of other frameworks against their own packages, installed by the first call"
 	@echo "make test-agents  real programs (Claude Code, Codex, ...) against the proxy, offline, installed by the first call"
+	@echo "make test-packages the wheel in empty environments, alone and with each extra, on Python 3.11 to 3.13"
 	@echo "make test-ray     workers on a Ray cluster of this machine, installed by the first call"
 	@echo "make test-gpu     the engine, the trainer and runs on a CUDA device; fails where there is none"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
@@ -80,6 +81,9 @@ test-agents: $(READY)
 	[ -e "$$home/ready" ] || $(BIN)/python tests/agents/real_programs.py "$$home" || exit 1
 	@unshare --net --map-root-user sh -c 'ip link set lo up && exec "$$@"' sh \
 	$(BIN)/python -m pytest -m agents -n0 $(ARGS) tests/agents
+
+test-packages: $(READY)
+	@$(BIN)/python tests/tools/packages.py $(ARGS)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)

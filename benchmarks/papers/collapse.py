@@ -37,7 +37,7 @@ PLAIN = {"train.schedule": "constant", "train.minibatches": 4}
 WORLDS = (
     replace(BANDIT, steps=200, changes={"train.lr": 3e-3}),
     replace(FROZEN_LAKE, steps=200, changes=dict(FROZEN_LAKE.changes) | {"train.lr": 3e-3}),
-    replace(SOKOBAN, steps=100, changes={"train.lr": 1.8e-3}),
+    replace(SOKOBAN, steps=60, changes={"train.lr": 1.8e-3}),
 )
 ARMS = (
     Arm("plain", PLAIN),
