@@ -115,6 +115,8 @@ class Stager:
     def topic(self, topic: Topic) -> None:
         """A page of the API: docstrings, which the generator reads from the code."""
         lines = [topic.title, "=" * len(topic.title), "", topic.about, ""]
+        if topic.name == "algorithms":
+            lines += [".. highlight:: text", ""]  # formulas
         for name in topic.names:
             lines += [*directive(full_name(name)), ""]
         self.write(f"api/{topic.name}.rst", "\n".join(lines) + "\n")
@@ -224,14 +226,15 @@ def title_and_opening(text: str) -> tuple[str, str]:
     """Return a page's title, and the first sentence of its opening paragraph."""
     title = re.search(r"^# (.+)$", text, re.MULTILINE)
     assert title is not None
-    for paragraph in text[title.end() :].split("\n\n"):
-        words = " ".join(paragraph.split())
-        if words and not words.startswith(("#", "|", "`", "<", "-", ":", "[", "!")):
-            sentence = re.match(r".*?[.:](?= |$)", words)
-            opening = sentence.group() if sentence else words
-            plain = LINK.sub(lambda match: match["text"], opening)
-            return title[1], plain.removesuffix(":").removesuffix(".") + "."
-    return title[1], ""
+    paragraph = text[title.end() :].strip().partition("\n\n")[0]
+    words = LINK.sub(lambda link: link["text"], " ".join(paragraph.split()))
+    if words.startswith(("#", "|", "`", "<", "-", "Written by")):
+        return title[1], ""
+
+    sentence = re.match(r".*?[.:](?= |$)", words)
+    opening = sentence.group() if sentence else words
+    opening = re.sub(r"^After this page you (can|know) ", "", opening.rstrip(".:"))
+    return title[1], f"{opening[:1].upper()}{opening[1:]}."
 
 
 def notebook_text(text: str) -> str:
