@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -69,6 +70,8 @@ def read_sections(
 ) -> None:
     """Read `Args:` and `Raises:` of a docstring. The extension napoleon also takes what is before a
     colon for the type of a field, which it is not here."""
+    if what == "function":  # what `help` shows, also of one that another function's is made of
+        lines[:] = (inspect.getdoc(value) or "").splitlines()
     if what in ("class", "exception", "function", "method"):
         lines[:] = GoogleDocstring(lines, SECTIONS).lines()
 

@@ -217,6 +217,8 @@ def directive(name: str) -> list[str]:
         title = name.rpartition(".")[2]
         return [title, "-" * len(title), "", f".. automodule:: {name}"]
 
+    if inspect.isclass(value) and issubclass(value, BaseException):
+        return [f".. autoexception:: {name}", "   :members:", "   :show-inheritance:"]
     if inspect.isclass(value):
         return [f".. autoclass:: {name}", "   :members:"]
     return [f".. autofunction:: {name}"]
