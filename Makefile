@@ -7,7 +7,7 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup quickstart quickstart-vlm quickstart-llm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-packages test-ray test-gpu
+.PHONY: help setup quickstart quickstart-vlm quickstart-llm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-packages test-ray test-gpu docs
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-ray     workers on a Ray cluster of this machine, installed by the first call"
 	@echo "make test-gpu     the engine, the trainer and runs on a CUDA device; fails where there is none"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
+	@echo "make docs         the documentation as a site in build/docs, crawled; its tools are installed by the first call"
 	@echo "make check        ruff, mypy and the floors"
 	@echo "make format       put the code into the house's format"
 
@@ -102,6 +103,13 @@ test-browser: $(READY)
 	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'; }
 	@$(BIN)/python -m pytest -m browser $(ARGS) tests/browser
+
+# Its tools are there after the first call, which is the only one that needs a network.
+docs: $(READY)
+	@$(BIN)/python -c 'import myst_parser, pydata_sphinx_theme' 2>/dev/null || { \
+	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
+	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'; }
+	@$(BIN)/python -m contrib.docs_site.build $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -49,6 +49,7 @@ WHY = {
     "math-verify": ("answers in mathematics", "a grader of our own"),
     "mcp": ("tools of MCP servers", "the protocol by hand"),
     "msgpack": ("images to vLLM, which takes them so", "-"),
+    "myst-parser": ("pages of the site, which are Markdown", "-"),
     "mypy": ("types, strict", "-"),
     "nbclient": ("notebooks in the tests", "-"),
     "numba": (
@@ -64,6 +65,7 @@ WHY = {
     "pillow": ("reading and writing images", "-"),
     "playwright": ("the viewer in a real browser", "-"),
     "pyarrow": ("exports as Parquet", "-"),
+    "pydata-sphinx-theme": ("looks and search of the site", "a theme of our own"),
     "pydantic": ("recipes and requests: types, bounds, errors", "parsing by hand"),
     "pylatexenc": ("formulas in answers, as math-verify reads them", "-"),
     "pytest": ("tests", "-"),
@@ -75,6 +77,7 @@ WHY = {
     "safetensors": ("weights, without pickle", "-"),
     "seccompy": ("system calls of sandboxed code", "filters as bytes"),
     "shtab": ("completion of the command line", "three scripts by hand"),
+    "sphinx": ("the site, and its reference from docstrings", "mkdocs"),
     "starlette": ("`turnwright serve` and the proxy", "a server of our own"),
     "tensorboard": ("its event files", "-"),
     "tokenizers": ("tokenizers of models, which are its files", "-"),

@@ -40,11 +40,14 @@ NEEDS = {
     "libraries.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
     "libraries.md: import verifiers.legacy as legacy": "turnwright_verifiers_legacy",
     "libraries.md: # an OpenEnv server": "openenv.core",
+    "coming_from.md: # skyrl_guess.py": "skyrl_gym",
+    "coming_from.md: # swift_rewards.py": "swift.plugin",
 }
 """Python blocks that need a package which the extra `dev` leaves out, without which they
 are not executed here. The tests of what they show, `tests/envs/test_openenv.py`,
 `tests/envs/test_verifiers_tasksets.py` and
-`contrib/verifiers_legacy/test_verifiers_legacy.py`, execute them too."""
+`contrib/verifiers_legacy/test_verifiers_legacy.py`, execute them too. The files of coming_from.md
+are played with our stand-ins by the blocks behind them."""
 OUTSIDE = {
     "git": "the world's, not ours",
     "cd": "of the shell",

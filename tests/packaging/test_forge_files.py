@@ -30,7 +30,7 @@ def test_the_workflow_decides_by_ci_run_alone():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     targets = re.findall(r"^(?:\{ )?make --no-print-directory ([\w-]+)", script, re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert targets == ["setup", "check", "test-browser", "test"]
+    assert targets == ["setup", "check", "docs", "test-browser", "test"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 

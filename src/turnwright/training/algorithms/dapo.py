@@ -13,7 +13,7 @@
 Yu et al., arXiv 2503.14476: the upper bound is higher than the lower (section 3.1), every token
 counts the same (3.3), and trajectories near the maximum length lose reward (3.4, eq. 13).
 Zero-variance groups are replaced by further tasks before training (dynamic sampling, 3.2), at most
-`train.refill` times; those that remain are filtered out. |y| counts sampled tokens of all turns;
+`train.refill` times; those that remain are filtered out. `|y|` counts sampled tokens of all turns;
 `max` is `train.overlong_tokens`, by default what the limits let an episode sample. No KL term.
 """
 
