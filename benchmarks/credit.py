@@ -13,15 +13,16 @@ learns a world by `Rollout`, `LocalEngine` and `Trainer.step`; a reply is one sa
 all ids but the choices are banned, so it begins with nearly equal probabilities.
 
 A cell is one method in one world with one seed. It trains until the exact expected reward is 90% of
-the way from the random policy's to the optimum, or `BOUND` episodes are over. `run` also asks each
+the way from the random policy's to the optimum, or `STEPS` steps are over. `run` also asks each
 method for the advantages of the same episodes of the same policies: those of a run of GRPO, at its
 start and at a quarter, a half and three quarters of the way. In a control (`--shuffled`) rewards
 are dealt at random among the episodes of a step.
 
 `run` skips what is in DIR. `table` prints markdown and JSON in its last line:
-`best_vs_grpo_episodes` is the least mean ratio of a method's episodes to those of GRPO,
-`spearman_truth_speed` the rank correlation over methods of the mean cosine of a batch's gradient
-with the true one, and of speed. The method `truth` gets the true advantages, and is in neither.
+`best_vs_grpo_episodes` is the least mean ratio of a method's episodes to those of GRPO (`_long`: in
+the worlds of eight or more turns), `spearman_truth_speed` the rank correlation over methods of the
+mean cosine of a batch's gradient with the true one, and of speed. The method `truth` gets the true
+advantages, and is in neither.
 """
 
 from __future__ import annotations

@@ -82,6 +82,11 @@ class Results:
         return [method for method in self.order if method in found]
 
     @property
+    def long_worlds(self) -> list[str]:
+        """Those of eight or more turns."""
+        return [world for world in self.worlds if WORLDS[world].turns >= 8]
+
+    @property
     def worlds(self) -> list[str]:
         """Worlds with a cell or a measurement."""
         found = {row["world"] for row in self.cells} | {world for world, _ in self.measured}
@@ -93,18 +98,18 @@ class Results:
         rows = self.of(method, world)
         return statistics.fmean(row["episodes"] for row in rows) if rows else None
 
-    def ratios(self, method: str) -> list[float]:
+    def ratios(self, method: str, worlds: Sequence[str]) -> list[float]:
         """Return, for each seed, the mean logarithm over worlds of a method's episodes over those
         of GRPO; for seeds that both have everywhere."""
         by_seed: dict[int, list[float]] = {}
-        for world in self.worlds:
+        for world in worlds:
             references = {row["seed"]: row for row in self.of(REFERENCE, world)}
             for row in self.of(method, world):
                 reference = references.get(row["seed"])
                 if reference is not None:
                     ratio = math.log(row["episodes"] / reference["episodes"])
                     by_seed.setdefault(row["seed"], []).append(ratio)
-        complete = [logs for logs in by_seed.values() if len(logs) == len(self.worlds)]
+        complete = [logs for logs in by_seed.values() if len(logs) == len(worlds)]
         return [statistics.fmean(logs) for logs in complete]
 
     def figure(self, method: str, world: str, name: str) -> float | None:
@@ -146,6 +151,17 @@ def speed_cell(rows: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
+def ratio_cell(logs: Sequence[float]) -> str:
+    """Return the text of the geometric mean of ratios, given by their logarithms."""
+    if not logs:
+        return "-"
+    ratio = math.exp(statistics.fmean(logs))
+    if len(logs) < 3:
+        return f"{ratio:.2f}"
+    factor = math.exp(interval(logs))
+    return f"{ratio:.2f} [{ratio / factor:.2f}, {ratio * factor:.2f}]"
+
+
 def mean_cell(values: Sequence[float | None]) -> str:
     """Return the text of the mean of what is known."""
     known = [value for value in values if value is not None]
@@ -168,20 +184,14 @@ def print_tables(results: Results) -> None:
     methods, worlds = results.methods, results.worlds
 
     rows = []
-    ratios = {}
     for method in methods:
-        logs = results.ratios(method)
-        against = "-"
-        if logs:
-            ratios[method] = math.exp(statistics.fmean(logs))
-            against = f"{ratios[method]:.2f}"
-            if len(logs) > 2:
-                factor = math.exp(interval(logs))
-                against += f" [{ratios[method] / factor:.2f}, {ratios[method] * factor:.2f}]"
         cells = [speed_cell(results.of(method, world)) for world in worlds]
-        rows.append([f"`{method}`", *cells, against])
+        for compared in (worlds, results.long_worlds):
+            cells.append(ratio_cell(results.ratios(method, compared)))
+        rows.append([f"`{method}`", *cells])
     print("Episodes to 90%, mean over seeds with 95% interval:\n")
-    print(markdown(["method", *worlds, f"times `{REFERENCE}`"], rows))
+    ratio_headers = [f"times `{REFERENCE}`", "of 8 turns or more"]
+    print(markdown(["method", *worlds, *ratio_headers], rows))
 
     rows = []
     for method in methods:
@@ -213,7 +223,7 @@ def print_tables(results: Results) -> None:
         print("\nLevel after training with shuffled rewards:\n")
         print(markdown(["method", *worlds], rows))
     print()
-    print(json.dumps(summary_of(results, ratios)))
+    print(json.dumps(summary_of(results)))
 
 
 def rounded(value: float | None) -> float | None:
@@ -221,8 +231,20 @@ def rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else round(value, 4)
 
 
-def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
-    """Return the summary; `ratios` are the mean ratios of episodes to those of GRPO."""
+def best_of(results: Results, worlds: Sequence[str]) -> tuple[str | None, float | None]:
+    """Return the method with the least mean ratio of its episodes to those of GRPO, and that
+    ratio."""
+    ratios = {}
+    for method in results.methods:
+        logs = results.ratios(method, worlds)
+        if logs and method not in (TRUTH, REFERENCE):
+            ratios[method] = math.exp(statistics.fmean(logs))
+    best = min(ratios, key=ratios.__getitem__, default=None)
+    return best, None if best is None else round(ratios[best], 4)
+
+
+def summary_of(results: Results) -> dict[str, Any]:
+    """Return the summary."""
     table: dict[str, dict[str, Any]] = {}
     for method in results.methods:
         table[method] = {}
@@ -242,8 +264,8 @@ def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
                 entry[f"own_{figure}"] = results.on_the_way(method, world, figure)
             table[method][world] = {name: rounded(value) for name, value in entry.items()}
 
-    others = {method: r for method, r in ratios.items() if method not in (TRUTH, REFERENCE)}
-    best = min(others, key=others.__getitem__, default=None)
+    best, best_ratio = best_of(results, results.worlds)
+    best_long, best_long_ratio = best_of(results, results.long_worlds)
     by_world = {world: results.spearman_of(world, "cosine") for world in results.worlds}
     known = [value for value in by_world.values() if value is not None]
     controls = [row for row in results.cells if row["shuffled"]]
@@ -252,7 +274,9 @@ def summary_of(results: Results, ratios: Mapping[str, float]) -> dict[str, Any]:
         "worlds": results.worlds,
         "table": table,
         "best": best,
-        "best_vs_grpo_episodes": None if best is None else others[best],
+        "best_vs_grpo_episodes": best_ratio,
+        "best_long": best_long,
+        "best_vs_grpo_episodes_long": best_long_ratio,
         "spearman_truth_speed": statistics.fmean(known) if known else None,
         "spearman_by_world": by_world,
         "control_level_max": max((row["level"] for row in controls), default=None),

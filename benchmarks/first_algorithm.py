@@ -6,7 +6,7 @@ several from the same weak policy.
 The recipe is the one that `init` writes, apart from the keys of an arm, and ends a run when 97% of
 a step's episodes succeed. The tasks are text, of two to eight turns, and none is a world of
 `credit.py`. None names its states: a state is all that was read (`gigpo`, `state_grpo`), or the
-last observation (`_seen`). The last line is JSON: by arm, tasks and seeds with a run, the geometric
+last observation (`_seen`). Arms may be chosen by `--arms`. The last line is JSON: by arm, tasks and seeds with a run, the geometric
 mean over them of its episodes over those of GRPO, and the least success after.
 """
 
@@ -35,6 +35,8 @@ TASKS = (
 SEEN = {"train.state": "observation"}
 ARMS = (
     Arm("grpo", {"train.algorithm": "grpo"}),
+    Arm("gagpo", {"train.algorithm": "gagpo"}),
+    Arm("gagpo_seen", {"train.algorithm": "gagpo"} | SEEN),
     Arm("gigpo", {"train.algorithm": "gigpo"}),
     Arm("gigpo_seen", {"train.algorithm": "gigpo"} | SEEN),
     Arm("state_grpo", {"train.algorithm": "state_grpo"}),
