@@ -5,9 +5,9 @@ several from the same weak policy.
 
 The recipe is the one that `init` writes, apart from the keys of an arm, and ends a run when 97% of
 a step's episodes succeed. The tasks are text, of two to eight turns, and none is a world of
-`credit.py`. None names its states: a state is all that was read (`gigpo`, `state_grpo`), or the
-last observation (`_seen`). Arms may be chosen by `--arms`. The last line is JSON: by arm, tasks and seeds with a run, the geometric
-mean over them of its episodes over those of GRPO, and the least success after.
+`credit.py`. None names its states: a state is all that was read, or the last observation (`_seen`).
+Arms may be chosen by `--arms`. The last line is JSON: by arm, tasks and seeds with a run, the
+geometric mean over them of its episodes over those of GRPO, and the least success after.
 """
 
 from __future__ import annotations
