@@ -81,6 +81,7 @@ SECTIONS = (
             "docs/low_precision.md",
             "docs/engines.md",
             "docs/scaling.md",
+            "docs/containers.md",
             "docs/runs.md",
             "docs/viewer.md",
             "docs/metrics.md",

@@ -55,6 +55,8 @@ OUTSIDE = {
     "pip": "needs a package index; tests/packaging installs",
     "nvidia-smi": "of a GPU machine",
     "torchrun": "of torch; tests/training starts processes by it",
+    "docker": "needs an engine; tests/packaging reads the files",
+    "sbatch": "of a SLURM cluster",
 }
 """First words of commands that are not ours, and why they are not run."""
 
