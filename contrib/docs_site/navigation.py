@@ -102,6 +102,7 @@ SECTIONS = (
             "docs/benchmarks.md",
             "benchmarks/results/README.md",
             "benchmarks/results/figures.md",
+            "benchmarks/results/papers.md",
             "docs/decisions.md",
             "CONTRIBUTING.md",
             "CHANGELOG.md",
