@@ -51,6 +51,7 @@ are played with our stand-ins by the blocks behind them."""
 OUTSIDE = {
     "git": "the world's, not ours",
     "cd": "of the shell",
+    "export": "of the shell",
     ".": "of the shell",
     "pip": "needs a package index; tests/packaging installs",
     "nvidia-smi": "of a GPU machine",
@@ -220,7 +221,7 @@ def check_command(block: Block, command: str) -> None:
     elif program == "python":
         script = words[1]
         assert (ROOT / script).is_file(), f"{block.where}: there is no {script}"
-        known = (ROOT / script).read_text(encoding="utf-8")
+        known = with_neighbors(ROOT / script)
         for option in (word.partition("=")[0] for word in words[2:] if word.startswith("--")):
             assert f'"{option}"' in known, f"{block.where}: {script} has no option {option}"
     elif program == "pytest":
@@ -231,6 +232,17 @@ def check_command(block: Block, command: str) -> None:
         assert program in OUTSIDE or (ROOT / words[0]).is_file(), (
             f"{block.where}: what is {program!r}?"
         )
+
+
+def with_neighbors(script: Path) -> str:
+    """Return the text of a script and of the benchmarks that it imports, which may have its
+    options."""
+    text = script.read_text(encoding="utf-8")
+    for name in re.findall(r"^from (\w+) import", text, re.MULTILINE):
+        neighbor = ROOT / "benchmarks" / f"{name}.py"
+        if neighbor.is_file():
+            text += neighbor.read_text(encoding="utf-8")
+    return text
 
 
 def parse(words: list[str]) -> argparse.Namespace:
