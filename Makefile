@@ -7,6 +7,11 @@ ARGS ?=
 # Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
 export PYTHONDONTWRITEBYTECODE =
 
+# Installs an extra where a module of it is missing: $(call with_extra,EXTRA,MODULE ...).
+with_extra = $(BIN)/python -c '$(foreach module,$(2),import $(module);)' 2>/dev/null || { \
+	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
+	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'; }
+
 .PHONY: help setup quickstart quickstart-vlm quickstart-llm test test-core test-slow check format clean test-browser test-engines test-compat test-agents test-packages test-ray test-gpu docs
 
 help:
@@ -90,25 +95,19 @@ test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
 
 test-ray: $(READY)
-	@$(BIN)/python -c 'import ray' 2>/dev/null || { \
-	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
-	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'; }
+	@$(call with_extra,ray,ray)
 	@$(BIN)/python -m pytest -m ray -n0 $(ARGS) tests/scale
 
 test-gpu: $(READY) $(SMOLLM2)
 	@$(BIN)/python -m pytest -m gpu -n0 $(ARGS) tests/gpu
 
 test-browser: $(READY)
-	@$(BIN)/python -c 'import axe_playwright_python, playwright' 2>/dev/null || { \
-	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
-	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'; }
+	@$(call with_extra,browser,axe_playwright_python playwright)
 	@$(BIN)/python -m pytest -m browser $(ARGS) tests/browser
 
 # Its tools are there after the first call, which is the only one that needs a network.
 docs: $(READY)
-	@$(BIN)/python -c 'import myst_parser, pydata_sphinx_theme' 2>/dev/null || { \
-	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
-	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'; }
+	@$(call with_extra,docs,myst_parser pydata_sphinx_theme)
 	@$(BIN)/python -m contrib.docs_site.build $(ARGS)
 
 check: $(READY)

@@ -2,7 +2,7 @@
 
 A world is a recipe. For one world and seed the warm-up is done once; each arm reinforces that
 policy for as many steps, on the same tasks, in a process of its own. A run writes its row into a
-folder, and runs whose row is there are skipped, so that what was interrupted goes on.
+folder. Runs whose row is there are skipped, and one that was interrupted begins anew.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from credit_tables import T_QUANTILES
+from rows import half_width, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +35,8 @@ class World:
 
     name: str
     recipe: Path
-    steps: int
+    steps: int | None = None
+    """None is the recipe's."""
     changes: Changes = field(default_factory=dict)
     """Of all its runs, the warm-up included."""
 
@@ -63,7 +65,8 @@ class Run:
     @property
     def changes(self) -> dict[str, Any]:
         """All keys that it has otherwise than the recipe."""
-        return {"train.steps": self.world.steps} | dict(self.world.changes) | dict(self.arm.changes)
+        steps = {} if self.world.steps is None else {"train.steps": self.world.steps}
+        return steps | dict(self.world.changes) | dict(self.arm.changes)
 
 
 class RunError(Exception):
@@ -71,7 +74,9 @@ class RunError(Exception):
 
 
 def _train(recipe: Path, out: Path, seed: int, changes: Changes) -> None:
-    """Train in a process of its own, with one thread."""
+    """Train in a process of its own, with one thread; what is in `out` is no complete run of this,
+    and goes."""
+    shutil.rmtree(out, ignore_errors=True)
     words = [sys.executable, "-m", "turnwright", "train", str(recipe)]
     words += ["--out", str(out), "--seed", str(seed), "--display", "none"]
     for key, value in changes.items():
@@ -94,7 +99,7 @@ def _row_file(out: Path, run: Run) -> Path:
     return out / "rows" / f"{run.name}.json"
 
 
-CURVE = ("success", "reward", "entropy", "grad_norm", "lr", "sampled_tokens")
+CURVE = ("success", "reward", "entropy")
 """Metrics of each step that a row keeps."""
 
 
@@ -113,8 +118,6 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
         "changes": run.changes,
         "before": summary["success_before"],
         "after": summary["success_after"],
-        "held_out_episodes": summary["n_eval"],
-        "rolled_back": bool(summary.get("rolled_back")),
         "cpu_s": summary["cpu_s"],
         "curve": curve | {"groups_tied": tied},
     }
@@ -135,11 +138,7 @@ def play(run: Run, out: Path) -> str:
         run.changes | {"model.path": start, "warmup.demos": 0},
     )
     row = _row(run, folder)
-    path = _row_file(out, run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(row) + "\n")
-    draft.replace(path)
+    write_json(_row_file(out, run), row)
     return f"{run.name}: {row['before']:.3f} to {row['after']:.3f}, {row['cpu_s']:.0f} s"
 
 
@@ -191,6 +190,10 @@ class Rows:
                 found[row["seed"]] = row
         return found
 
+    def by_seed(self, world: str, arm: str) -> list[dict[str, Any]]:
+        """Return the rows of an arm in a world, in the order of seeds."""
+        return [row for _, row in sorted(self.of(world, arm).items())]
+
     def pairs(
         self, world: str, left: str, right: str, figure: Callable[[dict[str, Any]], float]
     ) -> list[float]:
@@ -218,8 +221,7 @@ class Mean:
         mean = statistics.fmean(values)
         half = math.inf
         if len(values) > 1:
-            quantile = T_QUANTILES[min(len(values) - 2, len(T_QUANTILES) - 1)]
-            half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+            half = half_width(values)
         return cls(mean, mean - half, mean + half, len(values))
 
     def __str__(self) -> str:
@@ -248,13 +250,8 @@ def trained_success(row: Mapping[str, Any]) -> float:
 
 
 def held_out(row: Mapping[str, Any]) -> float:
-    """Return held-out success after the last step."""
+    """Return held-out success of the policy that a run ended with."""
     return float(row["after"])
-
-
-def percent(values: Iterator[float] | Sequence[float]) -> str:
-    """Return percentages, one for each seed."""
-    return ", ".join(f"{100 * value:.1f}" for value in values)
 
 
 def arguments(description: str | None) -> argparse.Namespace:

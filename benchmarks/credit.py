@@ -31,7 +31,6 @@ import argparse
 import asyncio
 import copy
 import json
-import os
 import random
 import sys
 import time
@@ -51,7 +50,6 @@ from credit_tables import (  # noqa: E402
     REFERENCE,
     TRUTH,
     Results,
-    markdown,
     print_tables,
     speed_cell,
 )
@@ -68,6 +66,7 @@ from credit_truth import (  # noqa: E402
     tell_advantages,
 )
 from credit_worlds import PRACTICE, WORLDS, World, env_spec  # noqa: E402
+from rows import markdown, write_json  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from turnwright.config import Limits, TrainConfig  # noqa: E402
@@ -555,14 +554,6 @@ def measure_file(out: Path, world: str, method: str) -> Path:
     return out / "truth" / f"{world}-{method}.json"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file that is complete whenever the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(json.dumps(value) + "\n")
-    draft.replace(path)
-
-
 # Commands.
 
 
@@ -685,7 +676,14 @@ def tune(args: argparse.Namespace, methods: Sequence[str]) -> int:
 QUICK = (2, 120, 40, 2)
 """Seeds, steps, batches and jobs."""
 QUICK_METHODS = (
-    *("truth", "grpo", "rloo_turn", "maxrl", "gigpo", "gagpo", "state_rloo", "state_grpo"),
+    "truth",
+    "grpo",
+    "rloo_turn",
+    "maxrl",
+    "gigpo",
+    "gagpo",
+    "state_rloo",
+    "state_grpo",
     "turn_ppo",
 )
 """One of each kind."""

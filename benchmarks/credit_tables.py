@@ -12,23 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from credit_worlds import WORLDS
+from rows import interval, markdown
 
 REFERENCE = "grpo"
 """Method that the others are compared with."""
 TRUTH = "truth"
 """Method that gets the true advantages, and is not compared."""
-
-T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""0.975 quantiles of Student's t for 1 to 9 degrees of freedom."""
-
-
-def interval(values: Sequence[float]) -> float:
-    """Return half of the width of the 95% interval of a mean; 0 for fewer than three values, which
-    say too little."""
-    if len(values) < 3:
-        return 0.0
-    quantile = T_QUANTILES[min(len(values) - 2, len(T_QUANTILES) - 1)]
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -168,15 +157,15 @@ def mean_cell(values: Sequence[float | None]) -> str:
     return f"{statistics.fmean(known):.3f}" if known else "-"
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 FIGURES = (
-    "correlation", "cosine", "cosine_expected", "explained", "shift", "bias", "noise",
-)  # fmt: skip
+    "correlation",
+    "cosine",
+    "cosine_expected",
+    "explained",
+    "shift",
+    "bias",
+    "noise",
+)
 
 
 def print_tables(results: Results) -> None:

@@ -7,7 +7,8 @@ The recipe is the one that `init` writes, apart from the keys of an arm, and end
 a step's episodes succeed. The tasks are text, of two to eight turns, and none is a world of
 `credit.py`. None names its states: a state is all that was read, or the last observation (`_seen`).
 Arms may be chosen by `--arms`. The last line is JSON: by arm, tasks and seeds with a run, the
-geometric mean over them of its episodes over those of GRPO, and the least success after.
+geometric mean over them of its episodes over those of GRPO, and the least and the mean success
+after.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from arms import Arm, Rows, World, arguments, held_out, percent, play_grid, rows_of
-from credit_tables import markdown
+from arms import Arm, Rows, World, arguments, held_out, play_grid, rows_of
+from arms_tables import before, cpu, percent, print_arms
 from first_try import recipe_of
 
 TASKS = (
@@ -43,8 +45,6 @@ ARMS = (
     Arm("state_grpo_seen", {"train.algorithm": "state_grpo"} | SEEN),
     Arm("turn_ppo", {"train.algorithm": "turn_ppo"}),
 )
-STEPS = 180
-"""What `init` writes."""
 
 
 def worlds_in(folder: Path) -> list[World]:
@@ -55,11 +55,11 @@ def worlds_in(folder: Path) -> list[World]:
         if not recipe.exists():
             folder.mkdir(parents=True, exist_ok=True)
             recipe = recipe_of(name, folder)
-        worlds.append(World(name=name, recipe=recipe, steps=STEPS))
+        worlds.append(World(name=name, recipe=recipe))
     return worlds
 
 
-def steps_of(row: dict[str, Any]) -> int:
+def steps_of(row: Mapping[str, Any]) -> int:
     """Return the steps that a run took."""
     return len(row["curve"]["success"])
 
@@ -85,23 +85,12 @@ def summary_of(rows: Rows) -> dict[str, Any]:
     return found
 
 
-def print_table(rows: Rows) -> None:
-    """Print steps and success of each task and arm."""
-    lines = []
-    for task in TASKS:
-        for arm in ARMS:
-            of_arm = [row for _, row in sorted(rows.of(task, arm.name).items())]
-            if of_arm:
-                lines.append([
-                    f"`{task}`",
-                    f"`{arm.name}`",
-                    percent([row["before"] for row in of_arm]),
-                    percent([held_out(row) for row in of_arm]),
-                    ", ".join(str(steps_of(row)) for row in of_arm),
-                    ", ".join(f"{row['cpu_s']:.0f}" for row in of_arm),
-                ])  # fmt: skip
-    header = ["task", "arm", "before, % by seed", "after", "steps", "CPU s"]
-    print(markdown(header, lines))
+COLUMNS = {
+    "before, %": percent(before),
+    "after, %": percent(held_out),
+    "steps": lambda row: str(steps_of(row)),
+    "CPU s": cpu,
+}
 
 
 def main() -> int:
@@ -110,8 +99,7 @@ def main() -> int:
     worlds = worlds_in(args.out / "recipes")
     failed = play_grid(worlds, ARMS, args)
     rows = rows_of(worlds, ARMS, args.out)
-    print_table(rows)
-    print()
+    print_arms(rows, worlds, ARMS, COLUMNS)
     print(json.dumps(summary_of(rows)))
     return failed
 

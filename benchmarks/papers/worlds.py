@@ -13,4 +13,4 @@ FROZEN_LAKE = World(
     changes={"env.0.args.size": 4},
 )
 SOKOBAN = World(name="sokoban", recipe=ROOT / "recipes" / "sokoban.toml", steps=40)
-BANDIT = World(name="bandit", recipe=Path(__file__).with_name("bandit.toml"), steps=60)
+BANDIT = World(name="bandit", recipe=Path(__file__).with_name("bandit.toml"), steps=200)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -18,6 +17,9 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "dependencies.md"
@@ -108,25 +110,20 @@ class Dependency:
 
 
 def declared() -> list[Dependency]:
-    """Return what pyproject.toml asks for, each once; `dev` is named only where no other extra
-    has it."""
+    """Return what pyproject.toml asks for, each once; `dev`, the last group, is named only where no
+    other has it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: dict[str, Dependency] = {}
-    groups = {"": project["dependencies"], **project["optional-dependencies"]}
-    for extra, requirements in groups.items():
-        for requirement in requirements:
-            match = re.match(r"([\w-]+)([^;]*)", requirement)
-            assert match is not None
-            name, bounds = match[1], match[2].strip()
-            one = found.setdefault(name, Dependency(name, bounds))
-            if extra and not (extra == "dev" and (one.extras or name in project_names(project))):
+    for extra, texts in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for text in texts:
+            requirement = Requirement(text)
+            is_known = requirement.name in found
+            one = found.setdefault(
+                requirement.name, Dependency(requirement.name, str(requirement.specifier))
+            )
+            if extra and not (extra == "dev" and is_known):
                 one.extras.append(extra)
     return sorted(found.values(), key=lambda one: one.name)
-
-
-def project_names(project: dict[str, list[str]]) -> set[str]:
-    """Return the names of the core's dependencies."""
-    return {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in project["dependencies"]}
 
 
 def ask(url: str, kind: str) -> bytes:
@@ -140,10 +137,14 @@ def release_of(name: str) -> tuple[str, str, str]:
     """Return the last version that is no preview, its day, and the licence that it states."""
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
     page = json.loads(ask(f"{index}/{name}/", "application/vnd.pypi.simple.v1+json"))
-    wheels = [one for one in page["files"] if one["filename"].endswith(".whl")]
-    final = [one for one in wheels if re.match(r"[\w.]+-\d+(\.\d+)*(\.post\d+)?-", one["filename"])]
-    last = max(final, key=lambda one: [int(part) for part in version_of(one).split(".")])
-    return version_of(last), last["upload-time"][:10], licence_of(metadata_of(name))
+    days: dict[Version, str] = {}
+    for file in page["files"]:
+        if file["filename"].endswith(".whl"):
+            version = Version(file["filename"].split("-")[1])
+            if not version.is_prerelease:
+                days[version] = file["upload-time"][:10]
+    last = max(days)
+    return str(last), days[last], licence_of(metadata_of(name))
 
 
 def metadata_of(name: str) -> dict[str, Any]:
@@ -155,11 +156,6 @@ def metadata_of(name: str) -> dict[str, Any]:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
         metadata: dict[str, Any] = json.loads(done.stdout)["install"][0]["metadata"]
         return metadata
-
-
-def version_of(file: dict[str, str]) -> str:
-    """Return the version in the name of a wheel, as numbers and points."""
-    return file["filename"].split("-")[1].replace(".post", ".")
 
 
 def licence_of(metadata: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@ load, commands exist."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -18,11 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from blocks import FILES, ROOT, Block, all_blocks, blocks
+from kit.commands import parse_command
 
-from turnwright.cli.main import build_parser, main
-from turnwright.cli.options import split_overrides
+from turnwright.cli.main import main
 from turnwright.config import load
-from turnwright.config.recipe import parse_overrides
 
 LANGUAGES = {
     "python": "executed",
@@ -211,7 +209,7 @@ def check_command(block: Block, command: str) -> None:
         words.pop(0)
     program = words[0].rpartition("/")[2] if words[0].startswith(".venv/bin/") else words[0]
     if program == "turnwright":
-        parse(words[1:])
+        parse_command(words[1:])
     elif program == "make":
         targets = re.findall(
             r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
@@ -243,21 +241,6 @@ def with_neighbors(script: Path) -> str:
         if neighbor.is_file():
             text += neighbor.read_text(encoding="utf-8")
     return text
-
-
-def parse(words: list[str]) -> argparse.Namespace:
-    """Hold a command line to the parser and its overrides to the schema."""
-    words, overrides = split_overrides(words)
-    if words in (["--help"], ["--version"]):
-        return argparse.Namespace(verb=None)
-    args = build_parser().parse_args(words)
-    from turnwright.config.recipe import ConfigMerge
-
-    merged = ConfigMerge()
-    merged.tree["env"] = [{}]
-    for dotted, text in parse_overrides(overrides):
-        merged.override(dotted, text)
-    return args
 
 
 CHEAP = [path for path in FILES if any(block.language == "console" for block in blocks(path))]

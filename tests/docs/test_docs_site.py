@@ -19,7 +19,7 @@ from contrib.docs_site.crawl import problems
 from contrib.docs_site.navigation import SECTIONS, TOPICS, full_name
 
 ROOT = staging.ROOT
-PAGES = [page for section in SECTIONS for page in section.pages]
+PAGES = staging.all_pages()
 
 
 def test_every_page_is_in_one_section():

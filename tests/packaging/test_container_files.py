@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from turnwright.cli.main import build_parser
-from turnwright.cli.options import split_overrides
-from turnwright.config.recipe import ConfigMerge, parse_overrides
+from kit.commands import parse_command
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "containers"
@@ -50,13 +47,7 @@ def test_all_commands_are_found():
 
 @pytest.mark.parametrize(("where", "words"), FOUND, ids=lambda value: str(value)[:40])
 def test_its_commands_are_ours(where, words):
-    words, overrides = split_overrides(words)
-    args = build_parser(words[0]).parse_args(words)
-    assert args.command == words[0]
-    merged = ConfigMerge()
-    merged.tree["env"] = [{}]
-    for dotted, text in parse_overrides(overrides):
-        merged.override(dotted, text)
+    assert parse_command(words).command == words[0]
 
 
 def test_the_image_is_made_of_what_there_is():

@@ -45,11 +45,6 @@ def import_ours() -> tuple[int, list[str]]:
                 if error.name is None or error.name.startswith("turnwright"):
                     raise
                 lacking.append(error.name.partition(".")[0])
-            except tw.ConfigError as error:
-                # Says which extra has what it lacks.
-                if "pip install" not in str(error):
-                    raise
-                lacking.append(info.name)
             else:
                 imported += 1
     return imported, sorted(set(lacking))

@@ -135,7 +135,7 @@ REWARDS = st.lists(st.sampled_from((0.0, 0.25, 1.0, -2.0)), min_size=2, max_size
 )
 def test_the_groups_that_vary_most_are_kept(rewards, share, kind, random):
     made = [group(*one, task=f"t{number}") for number, one in enumerate(rewards)]
-    chosen = CreditSettings(kind=kind, keep_groups=share)
+    chosen = CreditSettings(kind=kind, kept_share=share)
     credits = advantages(random.sample(made, len(made)), chosen).credits
 
     left_out = {c.trajectory.key.task for c in credits if c.reason == "filtered"}
@@ -145,7 +145,7 @@ def test_the_groups_that_vary_most_are_kept(rewards, share, kind, random):
     assert all(spreads[task] <= min(kept.values()) for task in left_out)
 
     # What is kept has the advantages that it has alone, and those of equal spread are the first.
-    alone = advantages([g for g in made if g.task.id in kept], replace(chosen, keep_groups=1.0))
+    alone = advantages([g for g in made if g.task.id in kept], replace(chosen, kept_share=1.0))
     of_kept = [c for c in credits if c.trajectory.key.task in kept]
     assert [c.advantage for c in of_kept] == values(alone)
     for task in left_out:
@@ -155,7 +155,7 @@ def test_the_groups_that_vary_most_are_kept(rewards, share, kind, random):
 def test_a_group_that_its_filter_leaves_out_takes_no_place_of_one_that_varies():
     made = [group(0.0, 4.0, task="a"), group(0.0, 1.0, task="b"), group(1.0, 1.0, task="c")]
     chosen = CreditSettings(
-        keep_group=lambda usable: GroupChoice(usable[0].key.task != "a"), keep_groups=0.34
+        keep_group=lambda usable: GroupChoice(usable[0].key.task != "a"), kept_share=0.34
     )
     kept = [c.trajectory.key.task for c in advantages(made, chosen).credits if c.counted]
     assert kept == ["b", "b"]

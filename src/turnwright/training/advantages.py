@@ -97,7 +97,7 @@ class CreditSettings:
     """Whether episodes cut by a length limit are compared, but not trained."""
     keep_group: KeepGroup | None = None
     """Groups that it does not keep are `FILTERED`."""
-    keep_groups: float = 1.0
+    kept_share: float = 1.0
     """Share of the groups that are kept, by the deviation of their rewards; others are
     `FILTERED`."""
     min_group: int = 2
@@ -144,7 +144,7 @@ class CreditSettings:
             overlong_buffer=config.overlong_buffer,
             overlong_filter=config.overlong_filter,
             keep_group=keep_group,
-            keep_groups=config.keep_groups,
+            kept_share=config.keep_groups,
             min_group=config.min_group,
             on_failure=config.on_failure,
             no_signal=FILTERED if replaced else NO_SIGNAL,
@@ -231,7 +231,7 @@ def advantages(
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
         reasons_by_group.append(reasons)
         comparisons.append(_compare(group, reasons, settings, own, penalty, values))
-    comparisons = _most_varied(comparisons, settings.keep_groups)
+    comparisons = _most_varied(comparisons, settings.kept_share)
     rejected = [compared.rejected for compared in comparisons if compared.rejected]
 
     # Each trajectory was compared, or has a reason why none of its ids is trained.
@@ -265,7 +265,7 @@ def without_signal(groups: Sequence[Group], settings: CreditSettings) -> list[bo
     zero-variance one (length penalty included), or one that `train.group_filter` rejects."""
     reasons = (FILTERED, NO_SIGNAL) if settings.keep_group is None else (FILTERED,)
     # The share is that of the groups which are trained after others were replaced.
-    settings = replace(settings, keep_groups=1.0)
+    settings = replace(settings, kept_share=1.0)
     if settings.has_critic:
         # Compared with a critic, a group of equal rewards has a signal.
         settings = replace(settings, kind="batch")
@@ -292,7 +292,8 @@ class _Comparison:
         leaves out, or that is replaced."""
         if self.dropped == FILTERED:
             return 0.0
-        return statistics.pstdev(float(member.trajectory.reward or 0.0) for member in self.members)
+        rewards = [member.trajectory.reward for member in self.members]
+        return statistics.pstdev(reward for reward in rewards if reward is not None)
 
 
 def _compare(
